@@ -421,8 +421,6 @@ def test_an_optimizer_goes_along_as_parallel_as_its_parameters(tmp_path: Path) -
         assert plan.targets[each] == TensorSpec((192, 64), torch.float32, plan.targets[name].parallel)
     assert plan.gemms == make_plan(source, "megatron").gemms
     assert make_plan(source, "megatron").targets.keys() == megatron.tensors.keys()
-    with pytest.raises(MappingError, match="no place for an optimizer"):
-        make_plan(source, "hf", optimizer=True)
     source.optimizer_specs = {"optimizer.state.exp_avg.decoder.stranger": TensorSpec((1,), torch.float32)}
     with pytest.raises(MappingError, match="stranger.* not the state of a parameter"):
         make_plan(source, "megatron", optimizer=True)

@@ -215,6 +215,11 @@ LONG: dict[str, Any] = {
     "short_factor": [1.0, 2.0],
     "long_factor": [2.0, 3.0],
 }
+WIDE = dataclasses.replace(DENSE, kv_channels=32, rotary_base=10.0)
+"""With frequencies between those that YaRN keeps and those that it stretches."""
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+FULL_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.7}
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     *(
         (DENSE, {name: value})
@@ -261,6 +266,18 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (NORMED, {"qk_layernorm_after_rope": True}),
     (SCALED, {"query_scaling_beta": 0.5}),
     (LEARNED, {"max_position_embeddings": 64}),
+    *(
+        (dataclasses.replace(WIDE, rope_scaling=YARN | {"beta_fast": 1.5}), {"rope_scaling": YARN | change})
+        for change in (
+            {"beta_fast": 32.0},
+            {"beta_fast": 1.5, "beta_slow": 0.5},
+            {"beta_fast": 1.5, "truncate": False},
+            {"beta_fast": 1.5, "factor": 2.0},
+            {"beta_fast": 1.5, "mscale": 0.7, "mscale_all_dim": 0.3},
+            {"beta_fast": 1.5, "factor": 1.0, "attention_factor": 3.0},
+            {"rope_type": "linear"},
+        )
+    ),
     (dataclasses.replace(DENSE, rope_scaling=LONG), {"max_position_embeddings": 64}),
     *(
         (EXPERTS, {f"moe.{name}": value})
@@ -313,6 +330,10 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
+    (DENSE, {"rope_scaling": {"rope_type": "llama3", "factor": 1.0, **LLAMA_3}}),
+    (DENSE, {"rope_scaling": {"rope_type": "default", "factor": None}}),
+    (dataclasses.replace(WIDE, rope_scaling=YARN), {"rope_scaling": FULL_YARN}),
+    (dataclasses.replace(WIDE, rope_scaling=YARN), {"rope_scaling": YARN | {"attention_factor": None}}),
     (dataclasses.replace(DENSE, window_layers=None), {"window_layers": (True, True)}),
     (NO_WINDOW, {"window_layers": (False, True), "rotary_base_local": 7.0}),
     (NO_WINDOW, {"window_layers": (False, False), "sliding_window": 3, "rotary_base_local": 7.0}),

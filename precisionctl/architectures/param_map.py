@@ -154,6 +154,12 @@ class Either:
     second: tuple[Row, ...]
     only_read: bool = False
 
+    @property
+    def second_is_in_memory(self) -> bool:
+        """Whether the second are transformers' names in memory: experts in one tensor, and any output is `lm_head`."""
+        stored = [name for row in self.second for name in row.hf]
+        return not self.only_read and any("[{expert}]" in name or name == "lm_head.weight" for name in stored)
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -190,15 +196,16 @@ class Architecture:
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
+        in_memory: bool = False,
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
         `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`."""
+        are `wanted`. `in_memory` are the names that the model's class has in memory: experts in one tensor."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif row.only_read and _any_stored(row.second, wanted, model):
+            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.second_is_in_memory):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _any_stored(row.second, stored, model):

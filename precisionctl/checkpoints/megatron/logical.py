@@ -15,13 +15,11 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import TensorSpec
+from precisionctl.param import STATE, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
-STATE = "optimizer.state."
-"""Prefix of an optimizer's tensors: `optimizer.state.<kind>.<parameter>`, with kind exp_avg, exp_avg_sq or param."""
 MASTER = f"{STATE}param."
 """Prefix of FP32 master weights."""
 

@@ -17,7 +17,7 @@ import torch
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
@@ -51,7 +51,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import REPLICATED, ROWS, Parallel, TensorSpec
+from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
