@@ -28,13 +28,21 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 
+_NAMES = {
+    "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
+    "Megatron-Core alone does not build this family.",
+    "this project": "Neither Megatron-Core nor Megatron-Bridge has this family: its names in Megatron are this "
+    "project's.",
+}
+"""Whose names a family has, where not Megatron-Core's."""
+
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
     table = table_of(model)
-    if to == "megatron" and table.note:
-        yield table.note
+    if to == "megatron" and table.names_by != "Megatron-Core":
+        yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
     if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
