@@ -116,8 +116,8 @@ NEVER = {
 UNLESS_ASKED = {
     "of a tower or projector": "vision_tower visual audio_tower speech_encoder image_encoder multi_modal_projector "
     "connector resampler aligner merger vit siglip clip mm_projector",
-    "a router or gate": "gate wg wgate gate_attn shared_expert_gate f_gate_preact router moe_router in_proj_ba in_proj_b "
-    "in_proj_a f_a_proj f_b_proj a_proj b_proj f_proj g_proj",
+    "a router or gate": "gate wg wgate gate_attn shared_expert_gate f_gate_preact router moe_router in_proj_ba "
+    "in_proj_b in_proj_a f_a_proj f_b_proj a_proj b_proj f_proj g_proj",
     "of an indexer": "indexer compressor",
     "of a state-space model's step": "x_proj dt_proj",
     "of a convolution": "conv conv1d conv2d conv3d q_conv1d",
