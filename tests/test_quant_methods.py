@@ -133,8 +133,10 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     config["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block"}
     with pytest.raises(PrecisionError, match="size of a block"):
         METHODS["compressed-tensors"].read(config)
-    with pytest.raises(PrecisionError, match="inputs are scaled too"):
-        METHODS["modelopt"].read({"quant_algo": "NVFP4_AWQ"})
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4_AWQ"}}
+    for config in ({"quant_algo": "NVFP4_AWQ"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}):
+        with pytest.raises(PrecisionError, match="NVFP4_AWQ.* inputs are scaled too"):
+            METHODS["modelopt"].read(config)
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
@@ -232,6 +234,10 @@ def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "symmetric": False}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "attn_head"}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "dynamic": True}}}}),
+        (
+            "compressed-tensors",
+            {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "token", "group_size": 32}}}},
+        ),
         ("compressed-tensors", {"config_groups": {"a": {"weights": CHANNELS}, "b": {"weights": None}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "num_bits": 16}}}}),
         *(
@@ -421,8 +427,9 @@ def test_a_fixed_scale_of_inputs_is_one_number(method, scheme):
     given = method.scales(WEIGHT, specs[WEIGHT], scheme).input
     assert (given is not None) is (scheme == "static")
     if given:
-        with pytest.raises(DamagedCheckpoint, match="not one scale"):
-            stored_scales(config, specs | {given: TensorSpec((2,), torch.float32)})
+        for shape in ((2,), (2, 2)):
+            with pytest.raises(DamagedCheckpoint, match="not one scale"):
+                stored_scales(config, specs | {given: TensorSpec(shape, torch.float32)})
         for shape in ((), (1,), (1, 1)):
             found = stored_scales(config, specs | {given: TensorSpec(shape, torch.bfloat16)})
             assert found[WEIGHT].input == given
