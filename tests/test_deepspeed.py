@@ -278,6 +278,8 @@ def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path)
     reader = read(tmp_path / "run", llama)
     assert not reader.optimizer_specs
     assert_is(reader, {"fp32": states["fp32"]})
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=llama)
+    assert any("stays behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
 
 
 def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:

@@ -90,6 +90,11 @@ class DeepSpeedReader(TrainerDirectory):
         return found
 
     @property
+    def unread(self) -> str:
+        """What there is of an optimizer that is not AdamW's, or cannot be told by parameter, in words."""
+        return self._saved.unread
+
+    @property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
         if self._saved.updates is None:
