@@ -217,7 +217,9 @@ def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None
         spec = flat.specs[name]
         rows = min(spec.rows, max(1, _COMPARED // spec.columns))
         if weights.specs[name].shape != spec.shape:
-            raise DamagedCheckpoint(f"`{name}` is {weights.specs[name].shape}, not {spec.shape}", where=states.path)
+            raise DamagedCheckpoint(
+                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
+            )
         weight = read_rows(weights, name, 0, rows)
         rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
         if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
