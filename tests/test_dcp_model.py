@@ -10,30 +10,21 @@ import conversions
 import pico
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from forked import run_program
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from transformers import PreTrainedModel
+from trained_models import config_of, save, states, trained
 
+from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
 from precisionctl.checkpoints.dcp_model import _wrapper
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
+from precisionctl.reports import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def save(directory: Path, state: Mapping[str, object]) -> Path:
-    dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)
-    return directory
-
-
-def config_of(model: PreTrainedModel, directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(directory)
-    return directory
 
 
 def assert_is(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
@@ -69,7 +60,7 @@ def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
     live = torch.load(tmp_path / "live.pt")
     assert_is(load_file(tmp_path / "hf" / "model.safetensors"), live)
     assert_is(conversions.tensors(tmp_path / "back"), live)
-    assert any("Stays behind, as it is no weight" in note for note in in_hf.notes)
+    assert any("The optimizer stays behind: 42 tensors" in note for note in in_hf.notes)
 
 
 def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path) -> None:
@@ -148,6 +139,33 @@ def test_torchtitans_llama_has_pairs_of_rotary_rows_side_by_side(tmp_path: Path,
     assert not torch.allclose(scores(turned_by_halves, theirs), expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_torchtitans_moments_move_as_its_weights_do(tmp_path: Path, fused: bool) -> None:
+    """Moments that are the weights end up as these do; fused, a group has its queries, a key, a value."""
+    model = pico.make("llama-3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    stored = {in_titan(name): tensor for name, tensor in model.state_dict().items()}
+    values = dict(stored)
+    for layer in range(2) if fused else ():
+        of_linear = f"layers.{layer}.attention.qkv_linear"
+        q, k, v = (values.pop(f"{of_linear}.w{kind}.weight").view(2, -1, 16, 64) for kind in "qkv")
+        values[f"{of_linear}.wqkv.weight"] = torch.cat((q, k, v), 1).reshape(-1, 64)
+    state = {
+        f"optimizer.state.{name}.{kind}": tensor
+        for name, tensor in values.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    state |= {f"optimizer.state.{name}.step": torch.tensor(4.0) for name in values}
+    made = save(tmp_path / "step-4", stored | state | {"optimizer.param_groups.norm.weight.lr": 0.1})
+    conversions.run(made, tmp_path / "out", "megatron", reference=config_of(model, tmp_path / "config"), verify=True)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 4
+    weights = conversions.tensors(tmp_path / "out")
+    for name, weight in weights.items():
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            moment = read_tensor(WithOptimizer(reader), f"optimizer.state.{kind}.{name}")
+            assert torch.equal(moment, weight), (kind, name)
+
+
 @pytest.mark.parametrize(
     ("more", "config", "message"),
     [
@@ -178,7 +196,7 @@ def test_a_name_of_many_wrappers_takes_no_longer_than_its_length() -> None:
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
-        open_checkpoint(made)
+        conversions.run(made, tmp_path / "out", "hf")
 
 
 def test_what_the_model_has_no_place_for_and_what_is_missing_is_refused(tmp_path: Path) -> None:
@@ -207,8 +225,40 @@ def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
         open_checkpoint(made)
 
 
+def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    config_of(model, made)
+    index = read_index(made)
+    first, other = (f"optimizer.state.model.layers.{layer}.self_attn.q_proj.weight.exp_avg" for layer in range(2))
+    write_index(made, Index({**index.tensors, other: index.tensors[first]}, index.objects))
+    with pytest.raises(DamagedCheckpoint, match=r"layers\.0\S+ and \S+layers\.1\S+ are on the same bytes"):
+        open_checkpoint(made)
+
+
 def test_a_name_that_poses_as_an_expert_of_a_stack_is_refused(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", {"model.layers.0.mlp.experts.down_proj[0]": torch.ones(3, 4)})
     (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(CheckpointError, match="named as a slice"):
         open_checkpoint(made)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_inspect_says_what_a_checkpoint_holds_with_a_config_or_without(tmp_path: Path, config: bool) -> None:
+    model, optimizer = trained("llama-3", updates=3)
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    if config:
+        config_of(model, made)
+    description = inspect.describe(open_checkpoint(made))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert (description["container"], description["iteration"], description["parameters"]) == ("dcp", 3, numbers)
+    assert description["optimizer"] == {"tensors": 2 * len(model.state_dict()), "bytes": 8 * numbers}
+    assert description["architecture"] == ("llama" if config else None)
+    shown = {row[0]: row[1] for row in inspect.summary(description).rows}
+    assert ("--reference" in shown["architecture"]) != config and ("layers" in shown) == config
+
+
+def test_a_torchtitan_checkpoint_without_a_config_is_shown_under_its_own_names(tmp_path: Path) -> None:
+    stored = {in_titan(name): tensor for name, tensor in pico.make("llama-3").state_dict().items()}
+    reader = open_checkpoint(save(tmp_path / "dcp", stored))
+    assert reader.specs.keys() == stored.keys() and inspect.describe(reader)["architecture"] is None
