@@ -88,6 +88,23 @@ def test_a_wider_dtype_with_the_same_values_is_exact(source):
     assert found.status == "exact"
 
 
+def test_values_rounded_to_bf16_are_the_same_unless_one_is_rounded_otherwise_or_to_infinity(source):
+    exact = read_tensor(source, DOWN).float() * (1 + 2**-10)
+    exact[0, 0] = 3.4e38  # beyond BF16's largest number
+    below = exact.clone()
+    below[0, 0] = 1.0
+    rounded, off = below.bfloat16(), below.bfloat16()
+    off[3, 5] = off[3, 5] * (1 + 2**-7)  # the next number of BF16
+    for one, other, status in (
+        (below, rounded, "rounded"),
+        (below, off, "differs"),
+        (exact, exact.bfloat16(), "differs"),
+    ):
+        for a, b in ((one, other), (other, one)):
+            found = of(compare(changed(source, DOWN, a), changed(source, DOWN, b)), DOWN)
+            assert found.status == status and found.equal == (status == "rounded")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_equals_nan_and_infinity_infinity_and_nothing_else(source, value):
     values = read_tensor(source, DOWN)
@@ -432,6 +449,18 @@ def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_
     assert [tensor.status for tensor in compare(megatron, other).tensors if not tensor.equal] == ["differs"]
     other.tensors["decoder.layers.1.mlp.linear_fc2.bias"][3] = 0.5
     assert compare(megatron, other).equal
+
+
+def test_files_of_two_models_that_differ_are_said_not_to_be_compared(source):
+    def with_files(**files):
+        named = {name.replace("_", "."): data for name, data in files.items()}
+        return replace(source_in_memory(source), companions=replace(source.companions, files=named))
+
+    config = source.companions.files["config.json"]
+    one = with_files(config_json=config, tokenizer_json=b"{}", vocab_txt=b"a")
+    other = with_files(config_json=config, tokenizer_json=b"[]", vocab_txt=b"a", merges_txt=b"b")
+    for b, what in ((one, []), (other, ["tokenizer.json, merges.txt"]), (with_files(), [])):
+        assert [each.what for each in compare(one, b).not_compared if each.topic == "files"] == what
 
 
 def test_the_sign_of_zero_is_a_difference(source):

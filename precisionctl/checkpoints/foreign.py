@@ -68,13 +68,6 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
     return find
 
 
-def _deepspeed(path: Path) -> str | None:
-    """The directory that has `latest`: `path`, or its parent if `path` is the directory of one step."""
-    if any(path.glob("*_optim_states.pt")):
-        return shlex.quote(str(path.parent))
-    return shlex.quote(str(path)) if any(path.glob("*/*_optim_states.pt")) else None
-
-
 _STEP = re.compile(r"(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
 
 
@@ -119,7 +112,11 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
 
 def _of_a_family(reader: Reader) -> bool:
     """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
-    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel)
+    return reader.layout == "hf" and _says_its_model(reader) and not isinstance(reader.model, UntabledModel)
+
+
+def _says_its_model(reader: Reader) -> bool:
+    return not _is_dcp(reader) or "config.json" in reader.companions.files
 
 
 def _common_wrapper(reader: Reader) -> str | None:
@@ -138,7 +135,11 @@ TENSORS = (
         f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
         f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
-        lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
+        lambda reader: (
+            _first(reader.specs, "tok_embeddings.weight".__eq__)
+            if _is_dcp(reader) and _says_its_model(reader)
+            else None
+        ),
     ),
     Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",
@@ -209,20 +210,6 @@ UNREAD = (
         "`consolidated*.safetensors` beside `params.json`, without config.json",
         "Take the Hugging Face files of the same release: config.json and model*.safetensors.",
         lambda path: _has("consolidated*.safetensors")(path) if (path / "params.json").is_file() else None,
-    ),
-    Foreign(
-        "a checkpoint of DeepSpeed (ZeRO)",
-        "`*_optim_states.pt`, there or in a directory such as `global_step100`",
-        f"`python -m deepspeed.utils.zero_to_fp32 {{found}} OUT --safe_serialization`, {_THEN}. It unpickles what it "
-        "reads: use it on checkpoints of your own.",
-        _deepspeed,
-    ),
-    Foreign(
-        "a universal checkpoint of DeepSpeed",
-        "`zero/*/fp32.pt`",
-        "Give the ordinary checkpoint that it was made from to `python -m deepspeed.utils.zero_to_fp32 DIR OUT "
-        f"--safe_serialization`, {_THEN}.",
-        _has("zero/*/fp32.pt"),
     ),
     Foreign(
         "all weights of an accelerate run in one file",
