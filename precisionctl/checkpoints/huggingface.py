@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -144,8 +145,10 @@ class HuggingFaceReader:
     def iteration(self) -> int | None:
         if self.fp8 or not self._optimizer:
             return self.fp8.iteration if self.fp8 else None
-        step = trainer_step(self.path)
-        return self.trainer_run.updates if step is None else step
+        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+            step = trainer_step(self.path)
+            return self.trainer_run.updates if step is None else step
+        return None
 
     @cached_property
     def _optimizer(self) -> NumberedOptimizer | None:
