@@ -64,21 +64,16 @@ def _draw(table: Table) -> RichTable:
     return drawn
 
 
-def show_error(error: Exception) -> None:
-    """Print an error as one panel on stderr: what, where, what to do."""
-    what, where, do = _parts(error)
-    lines = [Text(what), Text(where, style="dim"), Text(do, style="bold")]
+def show_error(error: PrecisionctlError) -> None:
+    """Print an error on stderr: what, where, what to do. On a terminal that is one panel; elsewhere, where somebody may
+    search for it, an unbroken `error[kind]: what (where). do`."""
+    kind = type(error).__name__
+    if not _err.is_terminal:
+        _err.print(f"error[{kind}]: {error}", soft_wrap=True, markup=False)
+        return
+    lines = [Text(error.what), Text(error.where, style="dim"), Text(error.do, style="bold")]
     body = Text("\n").join(line for line in lines if line)
-    title = "cannot read or write" if isinstance(error, OSError) else type(error).__name__
-    _err.print(Panel(body, title=title, title_align="left", border_style="red"))
-
-
-def _parts(error: Exception) -> tuple[str, str, str]:
-    if isinstance(error, PrecisionctlError):
-        return error.what, error.where, error.do
-    if isinstance(error, OSError):
-        return printable(error.strerror or str(error)), printable(str(error.filename or "")), ""
-    return printable(str(error)), "", ""
+    _err.print(Panel(body, title=kind, title_align="left", border_style="red"))
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from precisionctl.quant_methods.base import (
     TENSOR,
     Scales,
     Scheme,
+    block_of,
+    cache_scales,
+    coded_weights,
     encoding,
     quant_methods,
     recognise,
@@ -89,6 +92,27 @@ def test_modelopt_says_the_same_in_both_of_its_files():
     assert nested["producer"] == flat["producer"]
 
 
+def test_modelopt_says_where_groups_are_and_of_how_many_as_modelopt_itself_does():
+    spelling = METHODS["modelopt"].spelling
+    for scheme, flat, nested in (
+        ("static", None, None),
+        ("dynamic", None, None),
+        ("mxfp8", 32, 32),
+        ("nvfp4", None, 16),
+    ):
+        config = spelling.config(scheme, ["lm_head"])
+        (text,) = spelling.files(config).values()
+        assert config.get("group_size") == flat
+        assert json.loads(text)["quantization"].get("group_size") == nested
+        assert json.loads(text)["quantization"]["kv_cache_quant_algo"] is None
+        assert ("config_groups" in config) is (scheme in ("static", "nvfp4"))
+        for group in config.get("config_groups", {}).values():
+            assert group["targets"] == ["Linear"] and group["weights"] == group["input_activations"]
+            assert group["weights"]["num_bits"] == (8 if scheme == "static" else 4)
+    (text,) = spelling.files(spelling.config("static", []) | spelling.cache.config).values()
+    assert json.loads(text)["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
 def test_llm_compressors_longer_config_reads_as_the_scheme_that_it_is():
     nulls = dict.fromkeys(["actorder", "block_structure", "group_size", "observer", "scale_dtype", "zp_dtype"])
     config = METHODS["compressed-tensors"].spelling.config("dynamic", ["lm_head"])
@@ -109,8 +133,10 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     config["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block"}
     with pytest.raises(PrecisionError, match="size of a block"):
         METHODS["compressed-tensors"].read(config)
-    with pytest.raises(PrecisionError, match="inputs are scaled too"):
-        METHODS["modelopt"].read({"quant_algo": "NVFP4_AWQ"})
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4_AWQ"}}
+    for config in ({"quant_algo": "NVFP4_AWQ"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}):
+        with pytest.raises(PrecisionError, match="NVFP4_AWQ.* inputs are scaled too"):
+            METHODS["modelopt"].read(config)
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
@@ -164,6 +190,11 @@ def test_a_scale_that_is_no_scale_is_damage(value):
         encoding(torch.tensor([value]), Scales("weight_scale", None, (32, 16)), TensorSpec((32, 16), CODES))
 
 
+def test_a_scale_of_nothing_but_zeros_may_be_zero():
+    read = encoding(torch.tensor([0.0]), Scales("weight_scale", None, (32, 16)), TensorSpec((32, 16), CODES))
+    assert float(read.scale_inv) == 0
+
+
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
@@ -198,8 +229,21 @@ def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
         ("fp8", {"weight_block_size": 128}),
         ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "NVFP4_AWQ"}}}),
         ("modelopt", {"quant_algo": "MIXED_PRECISION"}),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "FP8"}, "k": "FP8"}}),
+        ("modelopt", {"quant_algo": None}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "symmetric": False}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "attn_head"}}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "dynamic": True}}}}),
+        (
+            "compressed-tensors",
+            {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "token", "group_size": 32}}}},
+        ),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": CHANNELS}, "b": {"weights": None}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "num_bits": 16}}}}),
+        *(
+            ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "group", **size}}}})
+            for size in ({}, {"group_size": 0}, {"group_size": "32"}, {"group_size": True})
+        ),
         (
             "compressed-tensors",
             {"config_groups": {"a": {"weights": CHANNELS}}, "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -218,3 +262,217 @@ def test_what_codes_and_scales_alone_do_not_say_is_refused(method, config):
 def test_empty_parts_that_tools_write_are_no_reason_to_refuse():
     parts = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
     assert said("compressed-tensors", config_groups={"a": {"weights": CHANNELS}}, **parts) == ((CHANNEL,), False)
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+NOT_FOUR_BITS = [
+    *(pytest.param({**INT4, "actorder": order}, "another order", id=order) for order in ("group", "dynamic")),
+    *(({**each, "dynamic": True}, "have no scales") for each in (NVFP4, MXFP4, INT4)),
+    *(({**each, "symmetric": None}, "have no scales") for each in (NVFP4, INT4)),
+    *(({**each, "symmetric": False}, "4-bit 'float' weights") for each in (NVFP4, MXFP4)),
+    ({**NVFP4, "group_size": 32}, "groups of 32"),
+    ({**NVFP4, "strategy": "group"}, "groups of 16"),
+    ({**MXFP4, "strategy": "tensor_group"}, "groups of 32"),
+    *(({**INT4, "group_size": size}, "4-bit 'int' weights") for size in (0, -1, None, 2.0, True, 1 << 31)),
+    ({**INT4, "strategy": "tensor"}, "of strategy 'tensor'"),
+    ({**INT4, "type": "uint"}, "4-bit 'uint' weights"),
+]
+
+
+@pytest.mark.parametrize("weights, why", NOT_FOUR_BITS)
+def test_four_bits_of_another_kind_are_refused_with_the_reason(weights, why):
+    with pytest.raises(PrecisionError, match=why):
+        METHODS["compressed-tensors"].read({"config_groups": {"a": {"weights": weights}}})
+
+
+def test_inputs_have_fixed_scales_where_they_are_static_and_one_for_a_tensor():
+    tensor = {**CHANNELS, "strategy": "tensor"}
+    for inputs, static in ((tensor, True), ({**tensor, "dynamic": True}, False), (CHANNELS, False), (None, False)):
+        groups = {"a": {"weights": tensor, "input_activations": inputs}}
+        assert said("compressed-tensors", config_groups=groups) == ((TENSOR,), static)
+
+
+PROJECTION = WEIGHT.removesuffix(".weight")
+WORDS = TensorSpec((32, 32), torch.uint8)  # of a weight [32, 64]
+ONE = TensorSpec((1,), torch.float32)
+FOUR_BITS = {
+    "nvfp4": (
+        NVFP4,
+        {
+            "weight_packed": WORDS,
+            "weight_scale": TensorSpec((32, 4), torch.float8_e4m3fn),
+            "weight_global_scale": ONE,
+            "input_global_scale": ONE,
+        },
+    ),
+    "mxfp4": (MXFP4, {"weight_packed": WORDS, "weight_scale": TensorSpec((32, 2), torch.uint8)}),
+    "int4": (
+        INT4,
+        {
+            "weight_packed": TensorSpec((32, 8), torch.int32),
+            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        },
+    ),
+    "int4 zeros": (
+        {**INT4, "symmetric": False},
+        {
+            "weight_packed": TensorSpec((32, 8), torch.int32),
+            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
+            "weight_shape": TensorSpec((2,), torch.int64),
+            "weight_zero_point": TensorSpec((4, 2), torch.int32),
+        },
+    ),
+}
+
+
+def read_four_bits(kind, **changes):
+    """The weights that are codes in a directory of one linear, of whose tensors some are others, or not there."""
+    weights, tensors = FOUR_BITS[kind]
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    stored = {f"{PROJECTION}.{name}": spec for name, spec in (tensors | changes).items() if spec is not None}
+    return coded_weights({"quantization_config": config}, stored)
+
+
+def test_groups_are_of_any_size():
+    for size in (1, 24, 4096):
+        (form,) = (
+            METHODS["compressed-tensors"]
+            .read({"config_groups": {"a": {"weights": {**INT4, "group_size": size}}}})
+            .formats
+        )
+        assert form.block == (1, size)
+    (form,) = (
+        METHODS["compressed-tensors"]
+        .read({"config_groups": {"a": {"weights": {**INT4, "strategy": "channel"}}}})
+        .formats
+    )
+    assert form.block == (1, None)
+
+
+def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
+    for kind, changes in (
+        ("nvfp4", {}),
+        ("nvfp4", {"weight_global_scale": TensorSpec((), torch.float32)}),
+        ("mxfp4", {}),
+        ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float8_e8m0fnu)}),
+        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (torch.float16, torch.float32)),
+        ("int4", {"weight_shape": TensorSpec((2,), torch.int32)}),
+        ("int4 zeros", {}),
+    ):
+        (found,) = read_four_bits(kind, **changes).items()
+        assert (found[0], found[1].codes, found[1].spec.shape) == (WEIGHT, f"{PROJECTION}.weight_packed", (32, 64))
+        assert (found[1].scales.input is not None) is (kind == "nvfp4")
+    assert read_four_bits("nvfp4", input_global_scale=None)[WEIGHT].scales.input is None
+
+
+BROKEN = {
+    "words of another dtype": ("mxfp4", {"weight_packed": TensorSpec((32, 32), torch.int32)}, "weight_packed is int32"),
+    "values beside codes": ("mxfp4", {"weight": TensorSpec((32, 64), torch.bfloat16)}, "as values, and as codes"),
+    "no scales": ("mxfp4", {"weight_scale": None}, "no .*weight_scale for its codes"),
+    "scales of another grid": ("mxfp4", {"weight_scale": TensorSpec((32, 1), torch.uint8)}, "has shape .32, 1."),
+    "exponents in FP32": ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float32)}, r"\(float32\) for a weight"),
+    "half a group": ("mxfp4", {"weight_packed": TensorSpec((32, 24), torch.uint8)}, "for a weight of .32, 48."),
+    "NVFP4 with scales in BF16": ("nvfp4", {"weight_scale": TensorSpec((32, 4), torch.bfloat16)}, "bfloat16"),
+    "no global scale": ("nvfp4", {"weight_global_scale": None}, "no .*weight_global_scale for its codes"),
+    "two global scales": ("nvfp4", {"weight_global_scale": TensorSpec((2,), torch.float32)}, r"not \[\] or \[1\]"),
+    "a global scale in BF16": ("nvfp4", {"weight_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
+    "two scales of inputs": ("nvfp4", {"input_global_scale": TensorSpec((2,), torch.float32)}, "not one scale"),
+    "a scale of inputs in BF16": ("nvfp4", {"input_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
+    "no shape": ("int4", {"weight_shape": None}, "no .*weight_shape for its codes"),
+    "a shape of three": ("int4", {"weight_shape": TensorSpec((3,), torch.int64)}, r"has shape \[3\]"),
+    "a shape in FP32": ("int4", {"weight_shape": TensorSpec((2,), torch.float32)}, "not int64 or int32"),
+    "zero points nobody told of": (
+        "int4",
+        {"weight_zero_point": TensorSpec((4, 2), torch.int32)},
+        "weight_zero_point is beside codes that have none",
+    ),
+    **{
+        f"{name} nobody told of": ("mxfp4", {name: spec}, f"{name} is beside codes that have none")
+        for name, spec in {
+            "pre_quant_scale": ONE,
+            "weight_global_scale": ONE,
+            "weight_scale_2": ONE,
+            "weight_zero_point": TensorSpec((4, 2), torch.int32),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }.items()
+    },
+    "no zero points": ("int4 zeros", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
+    "zero points for each row": (
+        "int4 zeros",
+        {"weight_zero_point": TensorSpec((32, 2), torch.int32)},
+        r"not \[4, 2\]",
+    ),
+    "zero points in bytes": ("int4 zeros", {"weight_zero_point": TensorSpec((4, 2), torch.uint8)}, "not int32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_four_bits_whose_tensors_cannot_belong_together_are_damage(case):
+    kind, changes, message = BROKEN[case]
+    with pytest.raises(DamagedCheckpoint, match=message):
+        read_four_bits(kind, **changes)
+
+
+def test_groups_of_inputs_in_another_order_are_refused_by_their_tensor_too():
+    with pytest.raises(PrecisionError, match="weight_g_idx puts inputs into groups in another order"):
+        read_four_bits("int4", weight_g_idx=TensorSpec((64,), torch.int32))
+
+
+@EACH
+def test_a_fixed_scale_of_inputs_is_one_number(method, scheme):
+    config, specs = exported(method, scheme)
+    given = method.scales(WEIGHT, specs[WEIGHT], scheme).input
+    assert (given is not None) is (scheme == "static")
+    if given:
+        for shape in ((2,), (2, 2)):
+            with pytest.raises(DamagedCheckpoint, match="not one scale"):
+                stored_scales(config, specs | {given: TensorSpec(shape, torch.float32)})
+        for shape in ((), (1,), (1, 1)):
+            found = stored_scales(config, specs | {given: TensorSpec(shape, torch.bfloat16)})
+            assert found[WEIGHT].input == given
+
+
+def test_experts_of_four_bits_have_no_fixed_inputs_beside_fp8_that_has():
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}
+    experts, fp8 = "model.layers.0.mlp.experts.0.w1", "model.layers.0.self_attn.o_proj"
+    found = stored_scales(
+        {"quantization_config": config},
+        {
+            f"{experts}.weight": TensorSpec((32, 32), torch.int8),
+            f"{experts}.weight_scale_inv": TensorSpec((32, 2), torch.float8_e8m0fnu),
+            f"{fp8}.weight": TensorSpec((128, 128), CODES),
+            f"{fp8}.weight_scale_inv": TensorSpec((1, 1), torch.float32),
+            f"{fp8}.activation_scale": ONE,
+        },
+    )
+    assert (found[f"{experts}.weight"].block, found[f"{experts}.weight"].input) == ((1, 32), None)
+    assert found[f"{fp8}.weight"].input == f"{fp8}.activation_scale"
+
+
+def test_what_names_no_method_is_told_from_what_names_none():
+    for nothing in ({}, {"quantization_config": None}, {"quantization_config": {}}):
+        assert recognise(nothing) is None
+    with pytest.raises(DamagedCheckpoint, match="not an object"):
+        recognise({"quantization_config": ["fp8"]})
+    for name in (None, ["fp8"], "FP8", "bitsandbytes", "awq"):
+        with pytest.raises(PrecisionError, match="not one that can be read"):
+            recognise({"quantization_config": {"quant_method": name, "bits": 4}})
+
+
+@pytest.mark.parametrize(
+    "value", [128, None, [128], [128, 128, 128], [128, 0], [0, 1], [1, 1 << 31], [1, True], [1.0, 1]]
+)
+def test_a_block_is_a_pair_of_sizes(value):
+    with pytest.raises(PrecisionError, match="as the size of a block"):
+        block_of(value)
+    assert block_of([1, (1 << 31) - 1]) == (1, (1 << 31) - 1) and block_of((64, 128)) == (64, 128)
+
+
+def test_scales_of_caches_and_of_attention_are_no_weights():
+    names = [f"model.layers.0.self_attn.{kind}_scale" for kind in ("k", "v", "q", "kv", "prob")]
+    stored = dict.fromkeys([*names, "model.layers.0.self_attn.o_proj.weight_scale"], ONE)
+    assert list(cache_scales({"quantization_config": {"quant_method": "fp8"}}, stored)) == names
+    assert cache_scales({}, stored) == {}

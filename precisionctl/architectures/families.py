@@ -12,7 +12,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE, UntabledModel
+from precisionctl.model_shape import DSA, MLA, TENSORS, ModelShape, MoE, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -35,9 +35,9 @@ def architecture_of(model_type: str) -> Architecture:
 
 def _known() -> str:
     return (
-        f"Supported: {', '.join(sorted(supported()))}. "
-        "A new family is one file with a table of rows in precisionctl/architectures/. Without one a safetensors "
-        "directory goes to Hugging Face's layout alone (docs/any_model.md)."
+        "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
+        "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one). "
+        f"Supported: {', '.join(sorted(supported()))}."
     )
 
 
@@ -87,11 +87,12 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
-    moe, mla = (
-        {name.removeprefix(group): value for name, value in fields.items() if name.startswith(group)}
-        for group in ("moe.", "mla.")
-    )
-    return ModelShape(**plain, moe=MoE(**moe) if moe else None, mla=MLA(**mla) if mla else None)
+    groups: dict[str, Any] = {}
+    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA)):
+        prefix = f"{group}."
+        values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        groups[group] = kind(**values) if values else None
+    return ModelShape(**plain, **groups)
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:

@@ -51,20 +51,20 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
-    says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
-    this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype` says whether
-    values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's names, where
-    those are not the ones to write.
+    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers. `layers` says
+    in which layers there is one: those whose MLP is dense, those with experts, those with an indexer, or all. `gemm`
+    says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype`
+    says whether values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's
+    names, where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
     megatron: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str | int, ...]
     rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
-    layers: Literal["all", "dense", "moe"] = "all"
+    layers: Literal["all", "dense", "moe", "indexed"] = "all"
     gemm: bool = False
     keeps_dtype: bool = False
     as_stored: "Row | None" = None
@@ -85,7 +85,7 @@ class Row:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
-        return tuple(attrgetter(size)(model) for size in self.sizes)
+        return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -132,6 +132,8 @@ class Row:
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if self.layers == "indexed":
+            return model.has_indexer(layer)
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
 
     def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
@@ -177,7 +179,8 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `note` is what else whoever converts one should know.
+    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
+    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has.
     """
 
     model_types: Mapping[str, str]
@@ -185,7 +188,7 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
-    note: str = ""
+    names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
 
     def spelled(
         self,

@@ -17,6 +17,7 @@ from precisionctl.architectures.llama_rows import (
     ATTENTION,
     EMBEDDING,
     FINAL_NORM,
+    FINAL_NORM_BIAS,
     OUTPUT,
     OUTPUT_BIAS,
     ROTARY,
@@ -39,8 +40,7 @@ ARCHITECTURE = Architecture(
         ),
         *renamed(ATTENTION, {"o_proj": "dense"}),
         *renamed(UNGATED_MLP, {"up_proj": "fc1", "down_proj": "fc2"}),
-        *renamed(FINAL_NORM, {"model.norm": "model.final_layernorm"}),
-        Row("model.final_layernorm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+        *renamed((*FINAL_NORM, *FINAL_NORM_BIAS), {"model.norm": "model.final_layernorm"}),
         *OUTPUT,
         *OUTPUT_BIAS,
     ),
@@ -60,4 +60,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="this project",
 )

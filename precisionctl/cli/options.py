@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from precisionctl.cli.group import JSON_WANTED
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -80,7 +81,14 @@ class Duration(click.ParamType[timedelta]):
         return timedelta(hours=hours, minutes=minutes, seconds=seconds)
 
 
-json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
+def _want_json(ctx: click.Context, param: click.Parameter, wanted: bool) -> bool:
+    ctx.meta[JSON_WANTED] = wanted  # an error is shown by the group, which has no such option
+    return wanted
+
+
+json_option = click.option(
+    "--json", "json_wanted", is_flag=True, callback=_want_json, help="Print JSON on stdout instead of tables."
+)
 grouped_columns_option = click.option(
     "--grouped-columns",
     type=click.Choice(["gemm", "role"]),

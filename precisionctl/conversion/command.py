@@ -17,7 +17,8 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.conversion.convert import OnBytes, check, run
-from precisionctl.conversion.findings import Findings, changed_notes, nan_notes, zeroed_notes
+from precisionctl.conversion.edges import changed_notes
+from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
 from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal, was_finished
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
@@ -172,7 +173,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
     notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]
     if encodings and plan.quantization:
-        notes += changed_notes(found.changed, encodings, {name: plan.targets[name] for name in plan.codes})
+        notes += changed_notes(found.changed, encodings, plan)
     if callable(states):
         states, state_notes = states(found.amax)
         notes += state_notes

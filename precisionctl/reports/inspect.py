@@ -16,8 +16,9 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
-from precisionctl.export.encode import is_slice
+from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
@@ -52,16 +53,20 @@ def describe(reader: Reader) -> Description:
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": model.described() if model else None,
-        "linears": _linears(reader) if isinstance(model, UntabledModel) else None,
+        "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
 
 
-def _linears(reader: Reader) -> list[dict[str, Any]]:
+def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
     """The matrices of a model that no table describes, those together whose names differ in numbers alone: how many,
     and why they stay as they are in an FP8 export (None: they do not)."""
     reasons = why_not_gemms(reader.specs)
+    linears = {name: spec for name, spec in reader.specs.items() if name not in reasons and not is_slice(name)}
+    served = ServingLayout.of(model.config)
+    refused = {name: why for name, spec in linears.items() if (why := served.refusal(name, spec, "dynamic", "last"))}
+    reasons |= refused | dict.fromkeys(along_with(refused, linears), "computed with one of a shape that is refused")
     found: dict[tuple[str, str | None], int] = Counter()
     for name, spec in reader.specs.items():
         if len(spec.shape) == 2:

@@ -6,7 +6,7 @@ memory does not grow with the model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,16 +25,18 @@ from precisionctl.verify.losses import Losses
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
 
-Status = Literal["exact", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
+Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it; `lost`:
-    it is that too, and does not stand for the values all the same (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other's values rounded to BF16. `encoded`: one side is exactly the
+    FP8 encoding of the other under the scale stored with it; `lost`: it is that too, and does not stand for the values
+    all the same (`verify/losses.py`).
 
-    SQNR in dB (infinite without noise) and the largest absolute error are of B's values against A's; None
-    where the two cannot be subtracted. `remark` tells what the codes have lost, where that is worth knowing.
+    SQNR in dB (infinite without noise), the largest absolute error, and how many values differ (`differing`) are of B's
+    values against A's; None where the two cannot be subtracted. `remark` tells what the codes have lost, where that is
+    worth knowing.
     """
 
     name: str
@@ -42,13 +44,14 @@ class TensorComparison:
     dtypes: str
     sqnr_db: float | None = None
     max_abs_error: float | None = None
+    differing: int | None = None
     shapes: str = ""
     """Where they are not the same."""
     remark: str = ""
 
     @property
     def equal(self) -> bool:
-        return self.status in ("exact", "encoded")
+        return self.status in ("exact", "rounded", "encoded")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def compare(
     optimizers = both_optimizers(a, b)
     tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
     if not isinstance(optimizers, str):
-        tensors += _compare_tensors(*optimizers, on_bytes)
+        found_there = _compare_tensors(*optimizers, on_bytes)  # no command rounds an optimizer
+        tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found_there]
     encodings = weight_encodings(a), weight_encodings(b)
     sides = (
         FixedScales(tensors_of.reader, tensors_of.plan, coded, state or tensors_of.reader.fp8)
@@ -181,15 +185,15 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
-        return TensorComparison(name, worst, dtypes, math.inf, 0.0)
-    if worst == "differs":
+        return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
+    if worst in ("differs", "rounded"):
         return TensorComparison(name, worst, dtypes, *_error(_pieces(name, a, b)))
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
     losses, error = _losses(name, a, b)
     return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
 
-_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
+_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
 
 
 def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
@@ -197,18 +201,21 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
-def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float]]:
+def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
     """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
+    differing = 0
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)
         decoded = codes.values
+        differing += _differing(decoded, values.values)
         losses.see(row, codes.stored, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.stored)
-    return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)
+    sqnr = _decibels(signal if coded is a else losses.total.power, losses.total.error)
+    return losses, (sqnr, losses.largest_error, differing)
 
 
 def _verdict(a: StoredRows, b: StoredRows) -> Status:
@@ -222,7 +229,23 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
     one_is_codes = (a.encoding is None) != (b.encoding is None)
+    if (
+        a.encoding is None
+        and b.encoding is None
+        and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored))
+    ):
+        return "rounded"
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+
+
+def _is_rounding(stored: Tensor, of: Tensor) -> bool:
+    """Whether a tensor in BF16 has another's values rounded to it, and none of them became infinite by that."""
+    return (
+        stored.dtype == torch.bfloat16
+        and of.is_floating_point()
+        and torch.equal(stored.nan_to_num(), of.bfloat16().nan_to_num())
+        and torch.equal(stored.isfinite(), of.isfinite())
+    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -233,16 +256,24 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float]:
-    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, and the largest absolute error."""
+def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float, int]:
+    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error, and how many values
+    differ."""
     signal = noise = largest = 0.0
+    differing = 0
     for a, b in pieces:
+        differing += _differing(a.values, b.values)
         left, right = a.values.double(), b.values.double()
         error = left - right
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))
-    return _decibels(signal, noise), largest
+    return _decibels(signal, noise), largest, differing
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """How many FP32 values are not the same; zeros of two signs are not, NaNs are."""
+    return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
 
 
 def _decibels(signal: float, noise: float) -> float:

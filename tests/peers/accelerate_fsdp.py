@@ -1,8 +1,8 @@
 """HF Trainer on accelerate's FSDP, on CPU processes: accelerate_fsdp.py VERSION OUT [CHECKPOINT].
 
-Eight steps with a save after three; or from a checkpoint of step 3 on. OUT/live.pt is what a run of FSDP 2 held at that
-save, whole, and OUT/losses.json the loss of each step. accelerate refuses FSDP on CPUs, so its backend answer is
-replaced, and the process group is made before it would make one.
+Eight steps with a save after three; or from a checkpoint of step 3 on. OUT/live.pt is what a run of FSDP 2 held at
+that save, whole, and OUT/losses.json the loss of each step. accelerate refuses FSDP on CPUs, so its backend
+answer is replaced, and the process group is made before it would make one.
 """
 
 import json
