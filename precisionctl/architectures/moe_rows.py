@@ -106,5 +106,6 @@ EXPERTS = (
             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
         ),
         FUSED,
+        in_memory=True,
     ),
 )
