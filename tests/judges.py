@@ -32,11 +32,11 @@ CORE: dict[str, dict[str, Any]] = {
 CORE_FIRST = ("dots1", "deepseek-v3", "ernie4-5", "smollm3")
 CORE_LATER = (
     *("qwen2-window", "qwen3-moe-scores-of-all", "deepseek-v2", "qwen2-moe", "smollm3-window", "seed-oss", "ministral"),
-    *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe"),
+    *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss"),
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
-CORE_LOADS = ("granite", "granite-moe", "hunyuan")
+CORE_LOADS = ("granite", "granite-moe", "hunyuan", "ministral3")
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
 BRIDGE: dict[str, dict[str, Any]] = {

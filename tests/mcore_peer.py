@@ -109,7 +109,7 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     of_latents += ("original_max_position_embeddings", "rope_type", "rotary_percent", "q_lora_rank")
     latent = getattr(args, "multi_latent_attention", False)
     experts = getattr(args, "num_experts", None)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         **{name: getattr(args, name) for name in same},
         **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
         **{name: getattr(args, name) for name in of_latents if latent and hasattr(args, name)},
@@ -133,6 +133,10 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+    for name in vars(args):
+        if name.startswith("yarn_"):  # no fields of its own, but GPTModel looks for them there
+            setattr(config, name, getattr(args, name))
+    return config
 
 
 def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
@@ -182,9 +186,9 @@ def build(args: argparse.Namespace, work: dict[str, Any], te_names: bool = False
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rope_scaling=getattr(args, "use_rope_scaling", False),
+        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
         mtp_block_spec=later,
     ).to(args.params_dtype)
 
