@@ -15,15 +15,13 @@ from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Chunk, Hints, whole
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.dcp_optimizer import split_off
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
-from precisionctl.untrusted.safe_files import has_file, read_file
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -45,7 +43,6 @@ _INSIDE_MODEL = (
 """What comes next where `model.`, or the name of an application's own dict, is not the model's."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
-_TRAINER_STATE = "trainer_state.json"
 
 
 def directory_of(path: Path) -> Path | None:
@@ -120,11 +117,7 @@ class DcpModelReader(TrainerDirectory):
     @cached_property
     def iteration(self) -> int | None:
         """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
-        path = self.path / _TRAINER_STATE
-        if has_file(path, self.path):
-            step = parse_json(read_file(path, self.path), path).get("global_step")
-            if type(step) is not int or not 0 <= step < 1 << 63:
-                raise DamagedCheckpoint("it names no step", where=path)
+        if (step := trainer_step(self.path)) is not None:
             return step
         with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
             return self.trainer_run.updates

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
+from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached_experts
 from precisionctl.fp8 import sidecar
@@ -96,9 +97,16 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
     if carried and of_trainer(reader):
         yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
-    if not carried and (of_megatron(reader) or of_trainer(reader)) and (optimizer := reader.optimizer_specs):
-        size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
-        yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.3g} GB. The result is weights only."
+    if not carried and (of_megatron(reader) or of_trainer(reader)):
+        try:
+            optimizer = reader.optimizer_specs
+        except CheckpointError as error:
+            yield f"The optimizer stays behind: {error.what}."
+        else:
+            size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
+            if optimizer:
+                what = f"{len(optimizer)} tensors, {size:.3g} GB"
+                yield f"The optimizer stays behind: {what}. The result is weights only."
     if not of_megatron(reader):
         return
     if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
