@@ -145,9 +145,10 @@ class HuggingFaceReader:
     def iteration(self) -> int | None:
         if self.fp8 or not self._optimizer:
             return self.fp8.iteration if self.fp8 else None
+        if (step := trainer_step(self.path)) is not None:
+            return step
         with suppress(CheckpointError):  # of an optimizer that can only be dropped
-            step = trainer_step(self.path)
-            return self.trainer_run.updates if step is None else step
+            return self.trainer_run.updates
         return None
 
     @cached_property

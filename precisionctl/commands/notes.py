@@ -248,7 +248,7 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
     elif recorded:
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:
-        yield "Input scales are the fixed ones of the source's FP8 weights."
+        yield "Input scales are the fixed ones of the source's weights."
     if recorded and of_one_step(recorded):
         yield f"They may be too small: {OF_ONE_STEP}."
 

@@ -9,9 +9,9 @@ import torch
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.trainer_directory import TrainerDirectory
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
@@ -84,7 +84,7 @@ def open_source(request: Request) -> Source:
         dtype=_dtype_of_values(request, reader),
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or isinstance(reader, TrainerDirectory),
+        respelled=request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)),
         wanted=encodings.weights if encodings and request.for_inference else (),
         state_dict=request.is_state_dict,
     )
