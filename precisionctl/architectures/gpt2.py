@@ -151,7 +151,7 @@ SIZES = (
 ARCHITECTURE = Architecture(
     model_types={"gpt2": "GPT2LMHeadModel"},
     rows=(
-        Either(_ROWS, renamed(_ROWS, {"transformer.": ""})),
+        Either(_ROWS, renamed(_ROWS, {"transformer.": ""}), in_memory=False),
         Row(
             "lm_head.weight",
             "output_layer.weight",

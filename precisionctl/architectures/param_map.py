@@ -148,17 +148,13 @@ class Row:
 class Either:
     """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
     Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is written only where
-    weights become the codes again that they were."""
+    weights become the codes again that they were. Any other second is what the model's class in transformers has
+    `in_memory`, unless that is False."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     only_read: bool = False
-
-    @property
-    def second_is_in_memory(self) -> bool:
-        """Whether the second are transformers' names in memory: experts in one tensor, and any output is `lm_head`."""
-        stored = [name for row in self.second for name in row.hf]
-        return not self.only_read and any("[{expert}]" in name or name == "lm_head.weight" for name in stored)
+    in_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ class Architecture:
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.second_is_in_memory):
+            elif _any_stored(row.second, wanted, model) if row.only_read else in_memory and row.in_memory:
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _any_stored(row.second, stored, model):
