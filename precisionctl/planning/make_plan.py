@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -86,13 +87,13 @@ def make_plan(
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
-                targets |= _targets(job, shapes, target, source.specs, dtype)
+                targets |= _targets(job, shapes, model, source, target, dtype)
         if optimizer and isinstance(source, OptimizerSource):
             for job in _optimizer_jobs(jobs, source, target):
                 jobs.append(job)  # a tensor as large as its parameter, which may be padded otherwise than stored
                 spec = source.optimizer_specs[job.name]
                 checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
-                targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)
+                targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.cut(model))
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
@@ -162,21 +163,30 @@ _UNEXPECTED = (
 def _targets(
     job: Job,
     shapes: tuple[tuple[int, ...], ...],
+    model: ModelShape,
+    source: PlanSource,
     target: Layout,
-    specs: Mapping[str, TensorSpec],
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
-    kept = [torch.bfloat16 if specs[name].is_codes else specs[name].dtype for name in job.reads]
     made = None if job.row.keeps_dtype else dtype
     if made is None:
-        made = torch.bfloat16 if not kept else kept[0]
-        for other in kept[1:]:
-            made = torch.promote_types(made, other)
-    parallel = job.row.parallel if target == "megatron" else REPLICATED
+        made = _stored_dtype(job, model, source, target)
+    parallel = job.row.cut(model) if target == "megatron" else REPLICATED
     return {
         name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
         for number, name in enumerate(job.writes)
     }
+
+
+def _stored_dtype(job: Job, model: ModelShape, source: PlanSource, target: Layout) -> torch.dtype:
+    """The dtype that holds all that a job reads, FP8 codes taken for BF16, and what becomes of it."""
+    beside = job.row.narrow_beside
+    if beside and source.layout != target and not job.row.is_row_permutation(model):
+        layer = job.module.rpartition(".")[0]
+        return torch.float32 if target == "megatron" else source.specs[f"{layer}.{beside}"].dtype
+    stored = (source.specs[name] for name in job.reads)
+    dtypes = [torch.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
 
 
 _STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")

@@ -87,7 +87,8 @@ class NormOverHeads(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
+    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value, each
+    D rows."""
 
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
-        self.interleaved = model.rotary_interleaved
+        self.interleaved, self.gated = model.rotary_interleaved, model.attention_output_gate
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
@@ -116,12 +117,17 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
+        if self.gated:
+            query, gate = (part.flatten(2, 3) for part in query.unflatten(2, (self.groups, 2, -1)).unbind(3))
         query = rotate(self.q_layernorm(query), positions, self.interleaved)
         key = rotate(self.k_layernorm(key), positions, self.interleaved)
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
-        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        attended = self.core_attention(query, key, value, positions)
+        if self.gated:
+            attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
+        out: Tensor = self.linear_proj(attended)
         return out
 
 
