@@ -50,8 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
     "phi3": {},
     "gpt2": {},
+    "qwen3-next": {},
 }
-EXPERTS = ("mixtral", "qwen3-moe")  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
+EXPERTS = (
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-next",
+)  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
 
 
 def load(directory: Path) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
+from precisionctl.model_shape import MLA, STORED, TENSORS, GatedDeltaNet, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
-from precisionctl.trainer.model.computes import BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
+from precisionctl.trainer.model.computes import BESIDE_DELTA_NETS, BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
 from precisionctl.trainer.model.gpt import GPT
 
 BF16 = Precision(fp8=False)
@@ -118,6 +118,11 @@ READ: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("learnable", "off-by-one", "vanilla"),
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
+    "attention_output_gate": (True, False),
+    "experimental_attention_variant": ("gated_delta_net", None),
+    "linear_attention_freq": (3, [1, 0, 1, 0]),
+    **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"), (2,)),
+    **dict.fromkeys(("linear_num_value_heads", "linear_conv_kernel_dim"), (8,)),
 }
 """Every argument that says what is computed, and other values of it."""
 
@@ -193,6 +198,7 @@ EXPERTS = dataclasses.replace(
     DENSE, moe=MoE(8, 4, 12, (False, True), 8, "softmax", True, 1.5, True, False, 4, 2, 1), ffn_hidden_size=24
 )
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
+DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 PARALLEL = dataclasses.replace(DENSE, parallel_residual=True)
 NORMED = dataclasses.replace(DENSE, qk_layernorm=True)
@@ -223,6 +229,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "window_layers": (False, True),
             "rope_layers": (False, True),
             "qk_layernorm": True,
+            "attention_output_gate": True,
             "query_pre_attn_scalar": 9.0,
             "attn_logit_softcapping": 0.1,
             "final_logit_softcapping": 0.1,
@@ -241,6 +248,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "num_attention_heads": 2,
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
+            "gdn": DELTA.gdn,
         }.items()
     ),
     (NO_WINDOW, {"num_layers": 1}),
@@ -267,6 +275,9 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "shared_expert_gate": True,
         }.items()
     ),
+    *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
+    (DELTA, {"gdn.num_key_heads": 4}),
+    (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
 ]
 """Models, and for each field one with another value, where a layer uses it."""
@@ -283,6 +294,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
+    (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
@@ -337,18 +349,20 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, LATENT) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, LATENT, DELTA) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
-        f"{group}.{field.name}" for group, kind in (("moe", MoE), ("mla", MLA)) for field in dataclasses.fields(kind)
+        f"{group}.{field.name}"
+        for group, kind in (("moe", MoE), ("mla", MLA), ("gdn", GatedDeltaNet))
+        for field in dataclasses.fields(kind)
     }
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
 
 
 def _other_than(value: object) -> object:
-    return not value if isinstance(value, bool) else 0.5
+    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 0.5
 
 
 @pytest.mark.parametrize(
@@ -359,6 +373,7 @@ def _other_than(value: object) -> object:
         (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
         *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
+        *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
     ],
     ids=str,
 )
