@@ -238,6 +238,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         "mlp_only_layers": [0],
     },
+    "qwen3-5": {"model_type": "qwen3_5_text", **_DELTA_NET},
+    "qwen3-5-moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA_NET,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+    },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""

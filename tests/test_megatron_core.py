@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt2": {},
     "qwen3-next": {},
+    "qwen3-5": {},
 }
 EXPERTS = (
     "mixtral",

@@ -62,16 +62,17 @@ COMMON: tuple[Entry, ...] = (
 )
 
 
-def prediction_layers(key: str, absent: int) -> Rule:
-    """How many layers of multi-token prediction there are: one, or none."""
+def prediction_layers(key: str) -> Rule:
+    """How many layers of multi-token prediction there are: one, or none. Published files have one of which config.json
+    may say nothing, and transformers leaves it out of what it saves; whether there is one, tensors show."""
 
     def read(config: Config, where: object) -> Fields:
         found = config.get(key)
-        number = absent if found is None else found
+        number = 1 if found is None else found
         if number not in (0, 1):
             raise UnknownArchitecture(
                 f"{key}={shown(number)}", where=where, do="Known is one layer of multi-token prediction."
             )
         return {"mtp_num_layers": int(number)}
 
-    return Rule((key,), read, lambda model: {} if model.mtp_num_layers == absent else {key: model.mtp_num_layers})
+    return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})

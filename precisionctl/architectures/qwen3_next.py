@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(
             lambda config, where: {"moe.pre_softmax": config.get("norm_topk_prob") is False},
             lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
         ),
-        prediction_layers("num_nextn_predict_layers", 1),
+        prediction_layers("num_nextn_predict_layers"),
     ),
     aliases=(TIED,),
     derived=ROTARY,
