@@ -290,7 +290,8 @@ def block_kinds(family: str) -> set[Any]:
     fields = ("softmax_offset", "normalization", "position_embedding", "gated_linear_unit", "qk_layernorm_over_heads")
     fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
     made = {(name, getattr(model, name)) for name in fields}
-    return made | {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    return made | {("gated delta nets", model.gdn is not None)}
 
 
 def rows(family: str) -> set[Any]:
