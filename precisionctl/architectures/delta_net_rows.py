@@ -53,7 +53,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
                     f"{_MEGATRON}out_norm.weight",
                     ("gdn.value_head_dim",),
                     ORDINARY_GAMMA,
-                    narrow_beside="A_log",
+                    wide_beside="A_log",
                 ),
                 Row(
                     f"{_HF}out_proj.weight",
@@ -67,24 +67,27 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
     )
 
 
-_BLOCK = (*MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT)
-_TO_HF = {"model.layers.{layer}.": "mtp.layers.{mtp}."}
-_TO_MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+DENSE: tuple[Row | Either, ...] = (*MLP_NORM, *MLP)
+SPARSE: tuple[Row | Either, ...] = (*MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS)
+"""MLPs of layers, of both kinds."""
 
-MLPS: tuple[Row | Either, ...] = (*_BLOCK, *EXPERTS)
-"""Of a layer, dense or with experts."""
 
-PREDICTION: tuple[Row | Either, ...] = (
-    Row("mtp.pre_fc_norm_embedding.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
-    Row("mtp.pre_fc_norm_hidden.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
-    Row(  # the embedding's half, then the hidden state's, on both sides
-        "mtp.fc.weight", "mtp.layers.{mtp}.eh_proj.weight", ("hidden_size", "doubled_hidden_size"), parallel=ROWS
-    ),
-    *renamed((*ATTENTION_NORM, *ATTENTION, *_BLOCK), _TO_HF, _TO_MEGATRON),
-    *(
-        Either(renamed(each.first, _TO_HF, _TO_MEGATRON), renamed(each.second, _TO_HF, _TO_MEGATRON))
-        for each in EXPERTS
-    ),
-    Row("mtp.norm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
-)
-"""The one layer of multi-token prediction, which has attention."""
+def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
+    """The one layer of multi-token prediction, which has attention; `block` are the rows of its MLP."""
+    return (
+        Row("mtp.pre_fc_norm_embedding.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
+        Row("mtp.pre_fc_norm_hidden.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
+        Row(  # the embedding's half, then the hidden state's, on both sides
+            "mtp.fc.weight", "mtp.layers.{mtp}.eh_proj.weight", ("hidden_size", "doubled_hidden_size"), parallel=ROWS
+        ),
+        *map(_of_prediction, (*ATTENTION_NORM, *ATTENTION, *block)),
+        Row("mtp.norm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
+    )
+
+
+def _of_prediction(row: Row | Either) -> Row | Either:
+    def moved(*rows: Row) -> tuple[Row, ...]:
+        hf, megatron = "mtp.layers.{mtp}.", "mtp.layers.{mtp}.transformer_layer."
+        return renamed(rows, {"model.layers.{layer}.": hf}, {"decoder.layers.{layer}.": megatron})
+
+    return Either(moved(*row.first), moved(*row.second)) if isinstance(row, Either) else moved(row)[0]

@@ -56,8 +56,9 @@ class Row:
     layers there is one: those whose MLP is dense, or has experts, those with attention, or a gated delta net, or all.
     `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its
     Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever
-    dtype the target has. A norm with `narrow_beside` may lose bits by what Megatron subtracts from it: it is FP32
-    there, and returns in the dtype of the parameter of that name beside it. `as_stored` is the same row under the
+    dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with
+    `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of
+    that name beside it, that dtype. `as_stored` is the same row under the
     source's names, where those are not the ones to write.
     """
 
@@ -72,7 +73,7 @@ class Row:
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
-    narrow_beside: str | None = None
+    wide_beside: str | None = None
     as_stored: "Row | None" = None
 
     @property

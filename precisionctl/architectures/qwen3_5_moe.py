@@ -5,13 +5,14 @@ Trap: there is no `intermediate_size`, as no layer is dense.
 
 from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule, layers
 from precisionctl.architectures.delta_net_keys import COMMON
+from precisionctl.architectures.delta_net_rows import SPARSE
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.qwen3_5 import PREDICTION_LAYERS, ROWS
+from precisionctl.architectures.qwen3_5 import PREDICTION_LAYERS, rows
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    rows=ROWS,
+    rows=rows(*SPARSE),
     config=(
         *(entry for entry in SIZES if "intermediate_size" not in entry.keys),
         *COMMON,

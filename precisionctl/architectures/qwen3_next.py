@@ -7,7 +7,7 @@ each head's channels is rotated.
 
 from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
-from precisionctl.architectures.delta_net_rows import MLPS, PREDICTION, delta_net
+from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, prediction
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS
@@ -18,10 +18,11 @@ ARCHITECTURE = Architecture(
     rows=(
         *EMBEDDING,
         *delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)),
-        *MLPS,
+        *DENSE,
+        *SPARSE,
         *FINAL_NORM,
         *OUTPUT,
-        *PREDICTION,
+        *prediction(*DENSE, *SPARSE),
     ),
     config=(
         *SIZES,

@@ -179,11 +179,11 @@ def _targets(
 
 
 def _stored_dtype(job: Job, model: ModelShape, source: PlanSource, target: Layout) -> torch.dtype:
-    """The dtype that holds all that a job reads, FP8 codes taken for BF16, and what becomes of it."""
-    beside = job.row.narrow_beside
-    if beside and source.layout != target and not job.row.is_row_permutation(model):
-        layer = job.module.rpartition(".")[0]
-        return torch.float32 if target == "megatron" else source.specs[f"{layer}.{beside}"].dtype
+    """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
+    if job.row.wide_beside and source.layout != target and not job.row.is_row_permutation(model):
+        (own,) = job.reads
+        beside = source.specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
+        return torch.float32 if source.specs[own].dtype == beside else beside
     stored = (source.specs[name] for name in job.reads)
     dtypes = [torch.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
     return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
