@@ -42,7 +42,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
                 Row(
                     f"{_HF}conv1d.weight",
                     f"{_MEGATRON}conv1d.weight",
-                    ("gdn.conv_size", "gdn.conv_inputs", "gdn.conv_kernel_dim"),
+                    ("gdn.conv_size", 1, "gdn.conv_kernel_dim"),
                     parallel=Parallel("rows", names=CONV_PARTS),
                     parts="gdn.conv_parts",
                 ),

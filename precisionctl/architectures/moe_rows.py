@@ -69,7 +69,7 @@ GATED_SHARED_EXPERT = (
     Row(
         "model.layers.{layer}.mlp.shared_expert_gate.weight",
         "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
-        ("shared_expert_gates", "hidden_size"),
+        (1, "hidden_size"),
         present=when("shared_expert_gate"),
         layers="moe",
     ),

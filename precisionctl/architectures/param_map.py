@@ -51,25 +51,25 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor; `parts`, where
+    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
-    layers there is one: those whose MLP is dense, or has experts, those with attention, or a gated delta net, or all.
-    `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its
-    Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever
-    dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with
-    `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of
-    that name beside it, that dtype. `as_stored` is the same row under the
-    source's names, where those are not the ones to write.
+    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, or an
+    indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in
+    BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored
+    whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way:
+    with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of
+    that name beside it, that dtype. `as_stored` is the same row under the source's names, where those are not the ones
+    to write.
     """
 
     names: str | tuple[str, ...]
     megatron: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str | int, ...]
     rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
     parts: str | None = None
-    layers: Literal["all", "dense", "moe", "attention", "gdn"] = "all"
+    layers: Literal["all", "dense", "moe", "attention", "gdn", "indexed"] = "all"
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
@@ -92,7 +92,7 @@ class Row:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
-        return tuple(attrgetter(size)(model) for size in self.sizes)
+        return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
 
     def cut(self, model: ModelShape) -> Parallel:
         """How tensor parallelism cuts the Megatron tensor of a model."""
@@ -145,6 +145,8 @@ class Row:
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
         if self.layers in ("attention", "gdn"):
             return model.has_delta_net(layer) == (self.layers == "gdn")
+        if self.layers == "indexed":
+            return model.has_indexer(layer)
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
 
     def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
@@ -164,6 +166,12 @@ class Either:
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     only_read: bool = False
+
+    @property
+    def second_is_in_memory(self) -> bool:
+        """Whether the second are transformers' names in memory: experts in one tensor, and any output is `lm_head`."""
+        stored = [name for row in self.second for name in row.hf]
+        return not self.only_read and any("[{expert}]" in name or name == "lm_head.weight" for name in stored)
 
 
 @dataclass(frozen=True)
@@ -200,15 +208,16 @@ class Architecture:
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
+        in_memory: bool = False,
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
         `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`."""
+        are `wanted`. `in_memory` are the names that the model's class has in memory: experts in one tensor."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif row.only_read and _any_stored(row.second, wanted, model):
+            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.second_is_in_memory):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _any_stored(row.second, stored, model):

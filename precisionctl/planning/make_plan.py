@@ -1,24 +1,23 @@
 """make_plan: the way from one checkpoint to another, from names, shapes and dtypes alone."""
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
-from precisionctl.errors import MappingError, MissingTensor, at
+from precisionctl.errors import MissingTensor, at
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
+from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
 
 
@@ -35,14 +34,6 @@ class PlanSource(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
-@runtime_checkable
-class OptimizerSource(Protocol):
-    """A Reader that has the state of an optimizer too: `optimizer.state.<kind>.<parameter>`."""
-
-    @property
-    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
-
-
 def make_plan(
     source: PlanSource,
     target: Layout,
@@ -52,20 +43,24 @@ def make_plan(
     optimizer: bool = False,
     respelled: bool = False,
     wanted: Collection[str] = (),
+    state_dict: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
-    BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    BF16. `optimizer` takes the state of the source's optimizer along, in FP32, or between Megatron checkpoints as it is
+    stored.
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
-    are names that the target is to have where that is a choice.
+    are names that the target is to have where that is a choice. A `state_dict` is what trainers save: names that the
+    model's class has in memory, copies of tied tensors, and FP32 masters, where there are any, as its weights.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
+        names_there = source.specs if source.layout == "hf" else {}
+        rows = architecture.spelled(names_there, source.model, respelled, wanted, in_memory=state_dict)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         if target == "megatron":
@@ -73,27 +68,37 @@ def make_plan(
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
         derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
-        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, state_dict) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
+        specs = dict(source.specs)
+        if optimizer and isinstance(source, OptimizerSource):
+            specs |= source.optimizer_specs
+        if state_dict and optimizer and isinstance(source, OptimizerSource):
+            by_row = {row: reading_masters(row_jobs, source) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
                 continue
             read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
             for job in row_jobs:
-                read = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+                read = {name: specs[name] for name in (*job.reads, *job.copies)}
                 checks.check_dtypes(read if not isinstance(row, TensorRow) else {})
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
-                targets |= _targets(job, shapes, model, source, target, dtype)
+                targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
         if optimizer and isinstance(source, OptimizerSource):
-            for job in _optimizer_jobs(jobs, source, target):
-                jobs.append(job)  # a tensor as large as its parameter, which may be padded otherwise than stored
-                spec = source.optimizer_specs[job.name]
-                checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
-                targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.cut(model))
+            of_parameters = tuple(optimizer_jobs(jobs, source, target, masters=not state_dict))
+            jobs = [job for row_jobs in by_row.values() for job in row_jobs]
+            for job in of_parameters:
+                jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
+                read = {name: specs[name] for name in job.reads}
+                checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
+                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
+                parallel = job.row.cut(model) if target == "megatron" else REPLICATED
+                for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
+                    targets[name] = TensorSpec(shape, kept, parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
@@ -115,7 +120,9 @@ def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     return dataclasses.replace(source.model, mtp_num_layers=0)
 
 
-def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout) -> list[Job]:
+def _row_jobs(
+    row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout, state_dict: bool
+) -> list[Job]:
     """The jobs of one row, at each of its places."""
     here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
     if not here and not there:
@@ -130,7 +137,7 @@ def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Pla
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()
+        kept = _copies((alias for alias in copies if alias.written or state_dict), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs
@@ -164,13 +171,14 @@ def _targets(
     job: Job,
     shapes: tuple[tuple[int, ...], ...],
     model: ModelShape,
-    source: PlanSource,
+    specs: Mapping[str, TensorSpec],
+    source: Layout,
     target: Layout,
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
     made = None if job.row.keeps_dtype else dtype
     if made is None:
-        made = _stored_dtype(job, model, source, target)
+        made = _stored_dtype(job, model, specs, source, target)
     parallel = job.row.cut(model) if target == "megatron" else REPLICATED
     return {
         name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
@@ -178,36 +186,14 @@ def _targets(
     }
 
 
-def _stored_dtype(job: Job, model: ModelShape, source: PlanSource, target: Layout) -> torch.dtype:
+def _stored_dtype(
+    job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], source: Layout, target: Layout
+) -> torch.dtype:
     """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
-    if job.row.wide_beside and source.layout != target and not job.row.is_row_permutation(model):
+    if job.row.wide_beside and source != target and not job.row.is_row_permutation(model):
         (own,) = job.reads
-        beside = source.specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
-        return torch.float32 if source.specs[own].dtype == beside else beside
-    stored = (source.specs[name] for name in job.reads)
+        beside = specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
+        return torch.float32 if specs[own].dtype == beside else beside
+    stored = (specs[name] for name in job.reads)
     dtypes = [torch.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
     return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
-
-
-_STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")
-
-
-def _optimizer_jobs(jobs: Iterable[Job], source: OptimizerSource, target: Layout) -> list[Job]:
-    """A job for each of the source's optimizer tensors, which are as parallel as their parameters.
-
-    Raises MappingError where the state is not stored by parameter, or goes to Hugging Face, which has no place
-    for it.
-    """
-    if target == "hf":
-        raise MappingError("Hugging Face has no place for an optimizer", do="Leave it behind.")
-    rows = {job.name: replace(job.row, gemm=False) for job in jobs}
-    carried = []
-    for name in source.optimizer_specs:
-        match = _STATE.fullmatch(name)
-        if match is None or match[1] not in rows:
-            raise MappingError(
-                f"`{name}` is not the state of a parameter of this model",
-                do="Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter.",
-            )
-        carried.append(Job(name, rows[match[1]], (name,), (name,)))
-    return carried

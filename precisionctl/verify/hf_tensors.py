@@ -10,7 +10,7 @@ from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_ten
 from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.plan import Job
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
 PIECE = 1 << 20
@@ -37,14 +37,14 @@ class StoredRows:
 
 
 class HfTensors:
-    """A checkpoint's tensors by Hugging Face name, whatever its layout.
+    """A checkpoint's tensors by Hugging Face name, whatever its layout; those of a `plan` to there, where one is given.
 
     `copies` are those that the checkpoint stores beside what they are copies of (the `lm_head` of a tied model), by
     name, with the name of that; they are among `specs`.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        plan = make_plan(reader, "hf", respelled=True)
+    def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
+        plan = make_plan(reader, "hf", respelled=True) if plan is None else plan
         self.reader, self.plan = reader, plan
         self._kept = "", torch.empty(0)
         self.specs: dict[str, TensorSpec] = dict(plan.targets)

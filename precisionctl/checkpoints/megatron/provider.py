@@ -79,7 +79,7 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
-    if args.get("experimental_attention_variant"):
+    if args.get("linear_attention_freq"):
         fields |= {"transformer_layer_spec": _call(_DELTA_NET_BLOCK), "hetereogenous_dist_checkpoint": True}
     elif args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}

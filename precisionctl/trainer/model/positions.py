@@ -64,6 +64,8 @@ class Positions(NamedTuple):
     """Texts that share the batch's rows: a query sees keys of its own text alone."""
     shape: tuple[int, int]
     """B and S."""
+    query_scale: Tensor | None = None
+    """FP32 `[S]` or `[B, S]`: what queries are multiplied by. None for 1."""
 
 
 def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:
@@ -137,6 +139,14 @@ class Rope:
             frequencies = torch.where((length > self._original)[..., None], self._beyond, self._within)
         angles = position[..., None] * frequencies
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
+
+
+def query_scale(model: ModelShape, position: Tensor) -> Tensor | None:
+    """What queries at each position are multiplied by, FP32 in the shape of `position`: 1 within the original context
+    (Llama 4's `attn_scale`; Ministral 3). None for a model without."""
+    if model.query_scaling_beta is None:
+        return None
+    return 1 + model.query_scaling_beta * torch.log(1 + torch.floor(position / model.original_context))
 
 
 class _Frequencies(NamedTuple):
