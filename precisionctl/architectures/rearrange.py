@@ -66,7 +66,7 @@ class Grouped(_RowPermutation):
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         query, key, value = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
         if model.attention_output_gate:
-            query = query.unflatten(1, (-1, 2, model.kv_channels)).transpose(1, 2).flatten(1, 3)
+            query = self._with_gates(query, (-1, 2), model)
         return torch.cat([query, key, value], dim=1).flatten(0, 1)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
@@ -74,8 +74,13 @@ class Grouped(_RowPermutation):
         queries = grouped.shape[1] - 2 * model.kv_channels
         query, key, value = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
         if model.attention_output_gate:
-            query = query.unflatten(1, (2, -1, model.kv_channels)).transpose(1, 2).flatten(1, 3)
+            query = self._with_gates(query, (2, -1), model)
         return tuple(part.flatten(0, 1) for part in (query, key, value))
+
+    def _with_gates(self, query: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
+        """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""
+        heads = query.reshape(query.shape[0], *order, model.kv_channels, *query.shape[2:])
+        return heads.transpose(1, 2).flatten(1, 3)
 
 
 class Halves(_RowPermutation):
@@ -96,16 +101,16 @@ class DeltaNetByHead(_RowPermutation):
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         assert model.gdn
-        heads, kinds = model.gdn.num_key_heads, []
+        heads, kinds = model.gdn.num_key_heads, list[Tensor]()
         for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
-            by_head = part.unflatten(0, (heads, -1))
+            by_head = part.reshape(heads, -1, *part.shape[1:])
             kinds += torch.split(by_head, [size // heads for size in sizes], dim=1)
         return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         assert model.gdn
         kinds = torch.split(whole, list(model.gdn.in_proj_parts))
-        by_head = [kind.unflatten(0, (model.gdn.num_key_heads, -1)) for kind in kinds]
+        by_head = [kind.reshape(model.gdn.num_key_heads, -1, *kind.shape[1:]) for kind in kinds]
         return tuple(torch.cat(those, dim=1).flatten(0, 1) for those in (by_head[:4], by_head[4:]))
 
 

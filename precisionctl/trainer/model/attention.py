@@ -119,7 +119,8 @@ class SelfAttention(nn.Module):
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
         if self.gated:
-            query, gate = (part.flatten(2, 3) for part in query.unflatten(2, (self.groups, 2, -1)).unbind(3))
+            of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
+            query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
         if self.norms_after_rope:
             query = self.q_layernorm(rotate(query, positions, self.interleaved))
             key = self.k_layernorm(rotate(key, positions, self.interleaved))

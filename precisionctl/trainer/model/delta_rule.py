@@ -51,4 +51,5 @@ def _of_length_1(heads: Tensor) -> Tensor:
 def _in_chunks(tensor: Tensor) -> Tensor:
     """`[B, S, N, ...]` as `[B, N, chunks, CHUNK, ...]`, with zeros behind the last token: they change no state."""
     padded = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % CHUNK))
-    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK))
+    heads = padded.transpose(1, 2)
+    return heads.reshape(*heads.shape[:2], -1, CHUNK, heads.shape[-1])

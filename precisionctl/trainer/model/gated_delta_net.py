@@ -53,10 +53,10 @@ class GatedDeltaNetAttention(nn.Module):
         mixed = F.conv1d(F.pad(mixed.mT, (taps - 1, 0)), self.conv1d.weight, groups=channels)
         heads = torch.split(F.silu(mixed).mT, self.parts[:3], -1)
         query, key, value = (
-            each.unflatten(-1, (-1, size))
+            each.reshape(*each.shape[:2], -1, size)
             for each, size in zip(heads, (self.key_head, self.key_head, self.value_head), strict=True)
         )
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         read = gated_delta_rule(query, key, value, decay, beta.sigmoid())
-        gated = self.out_norm(read) * F.silu(gate.unflatten(-1, (-1, self.value_head)).float())
+        gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())
         return gated.to(projected.dtype).flatten(2)

@@ -278,6 +278,7 @@ class Layer(nn.Module):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
             if model.post_layernorms:
+                assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
                 add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
                 add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
 
