@@ -28,8 +28,7 @@ from precisionctl.param import Parallelism
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 RECIPE = DelayedScaling(amax_history_len=4)
 
-EXPERTS = ("mixtral", "qwen3-moe", "qwen3-next", "qwen3-5-moe")
-"""Without Transformer Engine, Megatron runs them on one tensor-parallel rank only."""
+EXPERTS = ("mixtral", "qwen3-moe")  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
 
 
 def load(directory: Path) -> dict[str, Any]:
