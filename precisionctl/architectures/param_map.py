@@ -51,11 +51,15 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers. `layers` says
-    in which layers there is one: those whose MLP is dense, those with experts, those with an indexer, or all. `gemm`
-    says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype`
-    says whether values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's
-    names, where those are not the ones to write.
+    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
+    tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
+    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, or an
+    indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay
+    in BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as
+    stored whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its
+    way: with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the
+    parameter of that name beside it, that dtype. `as_stored` is the same row under the source's names, where those are
+    not the ones to write.
     """
 
     names: str | tuple[str, ...]
@@ -64,9 +68,12 @@ class Row:
     rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
-    layers: Literal["all", "dense", "moe", "indexed"] = "all"
+    parts: str | None = None
+    layers: Literal["all", "dense", "moe", "attention", "gdn", "indexed"] = "all"
     gemm: bool = False
+    values: tuple[str, ...] = ()
     keeps_dtype: bool = False
+    wide_beside: str | None = None
     as_stored: "Row | None" = None
 
     @property
@@ -86,6 +93,10 @@ class Row:
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
         return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
+
+    def cut(self, model: ModelShape) -> Parallel:
+        """How tensor parallelism cuts the Megatron tensor of a model."""
+        return replace(self.parallel, parts=attrgetter(self.parts)(model)) if self.parts else self.parallel
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -132,6 +143,8 @@ class Row:
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if self.layers in ("attention", "gdn"):
+            return model.has_delta_net(layer) == (self.layers == "gdn")
         if self.layers == "indexed":
             return model.has_indexer(layer)
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
@@ -229,6 +242,11 @@ def filled(template: str, place: Place) -> str:
     for key, number in place.items():
         template = template.replace(f"{{{key}}}", str(number))
     return template
+
+
+def only_in(layers: Literal["attention", "gdn"], rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, of such layers alone."""
+    return tuple(replace(row, layers=layers) for row in rows)
 
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
