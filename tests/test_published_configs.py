@@ -1,5 +1,5 @@
 """Published models at their own sizes: every parameter has a row, and the rows have as many as the Hub counts; of
-GLM-4.5-Air and MiniMax-M2, where it counts prediction layers and scales too, as transformers' class has.
+GLM-4.5-Air, MiniMax-M2 and Qwen3-Next, where it counts prediction layers and scales too, as transformers' class has.
 
 No weights: names and shapes are those of transformers' class on the meta device, of the first layers. Left out of the
 published config.json are keys that no tensor and no computation depends on; the factors of longrope are made up.

@@ -135,7 +135,7 @@ class Row:
     def count(self, model: ModelShape) -> int:
         """How many places there are, without listing them."""
         if "{mtp}" in self.megatron:
-            number = model.mtp_num_layers
+            number = model.mtp_num_layers * self._in_layer(model, model.num_layers - 1)
         elif "{layer}" in self.megatron:
             number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
         else:
