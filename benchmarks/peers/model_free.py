@@ -6,6 +6,9 @@ Both make a scale for each output channel and leave inputs to the engine (its pr
 Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted, until the result
 is on the disk: ours syncs what it writes, the other one is followed by a sync, whose seconds are told apart too. Each
 is made twice, and the second counts (convert.py says why).
+With `--whole TYPE` the model says that it is of a type without a table here (`helium` has Llama's names), each process
+runs once and is measured from start to end, imports included: seconds, CPU seconds, which other programs hardly
+change, and the memory of its largest process.
 `--python` is that of an environment with llm-compressor (`make peers` makes one).
 """
 
@@ -21,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def child(source: str, target: str, workers: int) -> None:
@@ -80,9 +84,53 @@ def measure(python: Path, gigabytes: float, pairs: int, workers: int, scratch: P
     }
 
 
+def whole(command: list[Any], **environment: str) -> dict[str, float]:
+    """A process from start to end."""
+    subprocess.run(["sync"], check=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=inherited | environment
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command} failed")
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "cpu_s": used.ru_utime + used.ru_stime, "memory_mb": used.ru_maxrss / 1024}
+
+
+def measure_whole(
+    python: Path, model_type: str, gigabytes: float, pairs: int, workers: int, scratch: Path
+) -> dict[str, Any]:
+    source, target = scratch / "hf", scratch / "out"
+    make = f"import convert, pathlib; convert.make_model(pathlib.Path({str(source)!r}), {gigabytes})"
+    subprocess.run([sys.executable, "-c", make], check=True, cwd=ROOT / "benchmarks")  # a child's peak begins with ours
+    shutil.rmtree(source / "precisionctl")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": model_type}
+    (source / "config.json").write_text(json.dumps(config))
+    how = f"scheme='FP8_DYNAMIC', ignore=['lm_head'], max_workers={workers}, device='cpu'"
+    program = f"from llmcompressor import model_free_ptq; model_free_ptq({str(source)!r}, {str(target)!r}, {how})"
+    export = [sys.executable, "-m", "precisionctl", "export-inference", source, target, "--target", "vllm"]
+    export += ["--scheme", "dynamic", "--workers", str(workers)]
+    commands = {"theirs": ([python, "-c", program], {}), "ours": (export, {"PYTHONPATH": str(ROOT)})}
+    found: dict[str, Any] = {"model_type": model_type, "theirs": [], "ours": [], "load": []}
+    for _ in range(pairs):
+        found["load"].append(os.getloadavg()[0])
+        for side, (command, environment) in commands.items():
+            shutil.rmtree(target, ignore_errors=True)
+            found[side].append(whole(command, **environment))
+            print(side, found[side][-1], f"load {found['load'][-1]:.1f}", flush=True)
+    return found | {
+        "gigabytes": sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e9,
+        "workers": workers,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, default=Path(".peers/llmcompressor/bin/python"))
+    parser.add_argument("--whole", metavar="TYPE", help="whole processes, of a model of this type")
     parser.add_argument("--gigabytes", type=float, default=2.4)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
@@ -94,7 +142,12 @@ def main() -> None:
         child(*options.child, options.workers)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        found = measure(options.python.absolute(), options.gigabytes, options.pairs, options.workers, Path(scratch))
+        sizes = options.gigabytes, options.pairs, options.workers, Path(scratch)
+        if options.whole:
+            found = measure_whole(options.python.absolute(), options.whole, *sizes)
+            options.out.write_text(json.dumps(found, indent=2))
+            return
+        found = measure(options.python.absolute(), *sizes)
     options.out.write_text(json.dumps(found, indent=2))
     print(
         f"{found['speed_over_theirs']:.1f} x model_free_ptq, {found['ours_mb']:.0f} MB and {found['theirs_mb']:.0f} MB"

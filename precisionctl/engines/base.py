@@ -50,7 +50,8 @@ class Engine:
     of NVFP4 that differ among linears that it fuses.
 
     What it finds: with `renames` modules have other names in memory, by transformers' own table. `one_by_one` are
-    experts that it does not load as values beside codes of a quant method, if they are stored as one tensor.
+    experts that it does not load as values beside codes of a quant method, if they are stored as one tensor;
+    `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -90,6 +91,7 @@ class Engine:
     bf16_scales: frozenset[str] = frozenset()
     renames: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -155,6 +157,7 @@ class Engine:
                 self.quantisation,
             ),
             *self.check_stacked(specs, method.name),
+            *self._unlisted_experts(found),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
@@ -197,14 +200,31 @@ class Engine:
         """The modules with `values` as a list has them that the engine leaves unquantized: under their own names and
         those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
         nowhere, under a name that only the model's class knows."""
+        stacked = [name for name in values if name.endswith(".experts")]
+        values = [*values, *(name for experts in stacked for name in self._first_expert(experts, method))]
         if not self.renames:
-            return [*values]
+            return values
         codes = [name for name in codes if not _EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
         taken = {name for names in possible(config, codes).values() for name in names}
         named = (name for names in possible(config, values).values() for name in names)
         heads = [f"re:{_HEADS}"] if tied and method == "compressed-tensors" else []
         heads = [] if any(re.match(_HEADS, name) for name in codes) else heads
         return list(dict.fromkeys([*values, *(name for name in named if name not in taken), *heads]))
+
+    def _first_expert(self, experts: str, method: str) -> list[str]:
+        return [f"{experts}.0.{linear}" for linear in self.experts_in_list.get(method, ())]
+
+    def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
+        """Experts of a layer in one tensor, as values, that the engine takes for codes."""
+        ignoring = self.ignores[directory.method]
+        stacked = {name.rpartition(".")[0]: name for name in directory.specs if name.endswith("]")}
+        for experts, name in stacked.items():
+            linears = self._first_expert(experts, directory.method) if name not in directory.scales else ()
+            for linear in linears:
+                if not ignoring.leaves_out(directory.quantization, linear):
+                    what = f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
+                    yield Finding(name, what, self.quantisation)
+                    break
 
     def _names(self, config: Mapping[str, Any], directory: QuantizedDirectory) -> dict[str, list[str]]:
         """The names in memory under which the engine looks for modules in its list."""

@@ -110,6 +110,7 @@ ENGINE = Engine(
     ),
     fuses=True,
     reads_conv1d=True,
+    experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),

@@ -8,12 +8,12 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import environments
 import in_memory
 import matrix
 import pico
 import pytest
 import torch
+from in_vllm import load_in_vllm, out_of, vllm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +28,6 @@ from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.verify.engine_rules import check
 
-SCRIPT = Path(__file__).with_name("vllm_load.py")
 FAMILIES = (*matrix.FAMILIES, "llama-tied", "llama-all-biases", "mistral")
 WRITTEN = [(family, *spelling) for family in FAMILIES for spelling in matrix.SPELLINGS]
 
@@ -42,7 +41,7 @@ ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_sca
 
 @pytest.fixture(scope="module")
 def python():
-    return environments.vllm()
+    return vllm()
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +52,6 @@ def directories(python, tmp_path_factory):
     made |= {name: matrix.make_changed(root, name) for name in matrix.CHANGES}
     load_in_vllm(python, *made.values())
     return made
-
-
-def load_in_vllm(python, *directories: Path) -> None:
-    words = [word for directory in directories for word in (directory, out_of(directory))]
-    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
-    subprocess.run([python, SCRIPT, *words], check=True, capture_output=True, env=environment)
-
-
-def out_of(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.out")
 
 
 def parts(name: str, count: int, stored: dict[str, torch.Tensor]) -> list[str]:

@@ -1,15 +1,13 @@
 """Our exports in four bits, and global scales, in vLLM's own config parser and weight loader; no kernel is run."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import conversions
-import environments
 import in_memory
 import pico
 import pytest
 import torch
+from in_vllm import load_in_vllm, vllm
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.request import Request
 from precisionctl.fp8 import sidecar
 
-SCRIPT = Path(__file__).with_name("vllm_load.py")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 FAMILIES = ("llama-3", "qwen3-moe")
 SPELLED = (
@@ -44,9 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...
     for (family, target, scheme), out in made.items():
         request = Request.export(root / family, out, target, scheme)  # type: ignore[arg-type]
         conversions.carry_out(request, workers=1)
-    words = [word for directory in made.values() for word in (directory, f"{directory}.out")]
-    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
-    subprocess.run([environments.vllm(), SCRIPT, *words], check=True, capture_output=True, env=environment)
+    load_in_vllm(vllm(), *made.values())
     return made
 
 

@@ -2,6 +2,7 @@
 the weights, on a CPU, each in a process of its own; its parameters go into OUT, a safetensors file, but for those that
 it did not fill and that may keep a default. Where it fails, OUT.error says how."""
 
+# ruff: noqa: E402
 import json
 import os
 import sys
@@ -12,6 +13,12 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
+
+# torchvision's own operators are of another build of torch than that without CUDA; models of images import it.
+OPERATORS = torch.library.Library("torchvision", "DEF")
+for each in ("nms", "qnms"):
+    OPERATORS.define(f"{each}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -37,6 +44,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 
@@ -53,6 +61,8 @@ for experts in (nvfp4_experts, modelopt):
 int4_experts.select_wna16_moe_backend = lambda *_, **__: (WNA16MoEBackend.TRITON, None)
 fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = mxfp8.init_mxfp8_linear_kernel = no_kernel
 fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
+
+registry._run_in_subprocess = lambda look: look()  # a class is looked at here, where torchvision can be imported
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
 OPTIONAL += ("input_global_scale",)  # of experts, which have the parameter where inputs stay as they are, too
