@@ -97,6 +97,27 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
+    of the text model's `model.` and `lm_head.`. All its other tensors are towers."""
+
+    model_type: str
+    body: str
+    head: str
+
+    def is_text(self, name: str) -> bool:
+        """Whether a tensor of this Hugging Face name is the text model's."""
+        return name.startswith((self.body, self.head))
+
+    def name_of(self, name: str) -> str:
+        """The name in the wrapper of what the text model alone calls so."""
+        for alone, here in (("model.", self.body), ("lm_head.", self.head)):
+            if name.startswith(alone):
+                return here + name.removeprefix(alone)
+        return name
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What both layouts agree on about a decoder-only transformer.
 
@@ -116,6 +137,8 @@ class ModelShape:
     multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
     `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
     added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
+
+    With a `wrapper` this is the text model in it.
     """
 
     architecture: str
@@ -170,6 +193,7 @@ class ModelShape:
     mla: MLA | None = None
     moe: MoE | None = None
     mtp_num_layers: int = 0
+    wrapper: Wrapper | None = None
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
@@ -367,7 +391,7 @@ class UntabledModel(ModelShape):
     how to get a table: so what needs one is refused by name, wherever it begins."""
 
     def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
-        vars(self).update(architecture=architecture, config=config, why=why)
+        vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _UNKNOWN:
@@ -382,10 +406,10 @@ class UntabledModel(ModelShape):
         return {}
 
 
-_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture"}
+_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture", "wrapper"}
 
 STORED = (
-    *("architecture", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""

@@ -14,6 +14,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name
+from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -95,7 +96,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             output.partial,
             plan.targets,
             companions,
-            {} if isinstance(plan.model, UntabledModel) else to_hf_config(plan.model, config_dtype(plan.targets)),
+            _config(plan),
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
             max_shard_size=request.max_shard_size,
@@ -104,13 +105,21 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             lacks=result.lacks,
         )
     make = LegacyWriter if request.container == "torch" else TorchDistWriter
-    return make(
+    writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,
-        plan.targets,
+        plan.text.targets,
         parallelism=plan.parallelism,
         run=result.run,
         companions=companions,
         fp8_in="extra_state" if result.live else "sidecar",
         te=request.te_version,
     )
+    return WithTowers(writer, plan.towers.targets, request.max_shard_size) if plan.model.wrapper else writer
+
+
+def _config(plan: Plan) -> Mapping[str, Any]:
+    """A config.json for a model that has none: none for a wrapper, or a model without a table, which always have."""
+    if isinstance(plan.model, UntabledModel) or plan.model.wrapper:
+        return {}
+    return to_hf_config(plan.model, config_dtype(plan.targets))

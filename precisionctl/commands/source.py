@@ -7,7 +7,9 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface_files import spelling_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
@@ -91,8 +93,9 @@ def _open(request: Request) -> Reader:
     """The Reader, opened with the user's hints."""
     reference, order = request.reference, request.grouped_columns
     companions = _companions_of(reference) if reference else None
+    towers = _towers_of(reference) if reference else None
     reader = open_checkpoint(
-        request.source, request.iteration, Hints(request.architecture, companions, order, reference)
+        request.source, request.iteration, Hints(request.architecture, companions, order, reference, towers)
     )
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
@@ -122,3 +125,10 @@ def _companions_of(reference: Path) -> Companions:
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")
     return companions
+
+
+def _towers_of(reference: Path) -> TowersOf | None:
+    """The towers of a reference that is a wrapper; None where it has no weights."""
+    if (reference / "config.json").is_file() and spelling_of(reference) is None:
+        return None
+    return TowersOf(open_checkpoint(reference))

@@ -29,8 +29,9 @@ _ROWS = 4
 
 
 def digest_weights(reader: Reader) -> str:
-    """The digest of an open checkpoint's weights: SHA-256 in hexadecimal. Raises as `make_plan` and `read_rows`."""
-    return _digest(make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron"), reader)
+    """The digest of an open checkpoint's weights, of a wrapper those of its text model: SHA-256 in hexadecimal. Raises
+    as `make_plan` and `read_rows`."""
+    return _digest(make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron").text, reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:

@@ -14,6 +14,7 @@ import torch
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.errors import MappingError, MissingTensor, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
@@ -64,7 +65,12 @@ def make_plan(
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
+        rows = architecture.spelled(_hf_specs(source), source.model, respelled, wanted)
+        if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
+            raise MissingTensor(
+                f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
+                do="Give the directory that has them with --reference.",
+            )
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         if target == "megatron":
@@ -94,6 +100,14 @@ def make_plan(
                 checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
                 targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
+
+
+def _hf_specs(source: Source) -> Mapping[str, TensorSpec]:
+    """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
+    wrapper's towers."""
+    if source.layout == "hf":
+        return source.specs
+    return {name.removeprefix(TOWERS): spec for name, spec in source.specs.items() if name.startswith(TOWERS)}
 
 
 def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
