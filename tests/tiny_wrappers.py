@@ -41,6 +41,30 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3_vl": {"model_type": "qwen3_vl_text", "rope_parameters": MROPE | {"mrope_interleaved": True}},
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe_text",
+        "rope_parameters": MROPE | {"mrope_interleaved": True},
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "kimi_k25": {
+        "model_type": "deepseek_v3",
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_nextn_predict_layers": 0,
+        "head_dim": 16,
+    },
+    "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
     "internvl": {"model_type": "qwen3"},
@@ -69,16 +93,29 @@ def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTr
 
 
 def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any) -> PreTrainedModel:
-    """Save one as transformers does, or with the names that it has in memory; with a tokenizer."""
+    """Save one as it is published, or with the names that it has in memory; with a tokenizer."""
     model = make(kind, **settings)
     model.save_pretrained(directory)
     if in_memory:
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        tensors = {name: tensor for name, tensor in model.state_dict().items()}
         if kind in TIED:
             del tensors["lm_head.weight"]
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        tensors = dict(as_published(name, tensor) for name, tensor in stored(directory).items())
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     add_tokenizer(directory)
     return model
+
+
+def as_published(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """What transformers 5.23 saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of
+    Qwen3-VL stay as in memory."""
+    if name.startswith("language_model.model.blocks."):
+        name = name.replace("blocks", "layers")
+    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        tensor = tensor.transpose(1, 2)
+    return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -88,5 +125,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
-    words = ("vision_tower", "visual", "multi_modal_projector", "image_newline")
+    words = ("vision_tower", "visual", "multi_modal_projector", "mm_projector", "image_newline")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.moe_rows import EXPERTS, FUSED
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.read_off import rows as rows_of
+from precisionctl.architectures.rearrange import Transposed
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape, Wrapper
 from precisionctl.param import TensorSpec
@@ -31,13 +33,18 @@ IN_MEMORY = "model.language_model.", "lm_head."
 class WrapperNames:
     """`body` and `head` of published files; the `model_type` of a text model whose config says none, with all that its
     class takes for keys that are not there; whether config.json may have the text model's keys at its top, without a
-    `text_config` (`flat`)."""
+    `text_config` (`flat`); the rows of its experts where they are not its family's."""
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
     text: str = ""
     flat: bool = False
+    experts: Either | None = None
 
+
+EXPERTS_AS_IN_OUT = Either(tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED)
+"""Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
+reads both, as it has them in memory."""
 
 WRAPPERS: Mapping[str, WrapperNames] = {
     **dict.fromkeys(("llava", "llava_next"), WrapperNames(text="llama")),
@@ -48,6 +55,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True),
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
+    "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
@@ -93,6 +101,12 @@ TEXT_MODELS: Mapping[str, TextModel] = {
     ),
     "qwen3_vl_text": TextModel(
         "qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"head_dim": 128, "rope_theta": 5e5}, _NO_WINDOW
+    ),
+    "qwen3_vl_moe_text": TextModel(
+        "qwen3_moe",
+        _sizes(151936, 2048, 5632, 24, 16, 16, 128000)
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
+        _NO_WINDOW | {"norm_topk_prob": True},
     ),
 }
 """Text models in wrappers whose config.json may leave out what a family's own always says, and those that have a
@@ -178,7 +192,7 @@ class WrappedArchitecture(Architecture):
 
     def spelled(
         self,
-        stored: Mapping[str, TensorSpec],  # type: ignore[override]
+        stored: Mapping[str, TensorSpec],
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
@@ -192,6 +206,9 @@ class WrappedArchitecture(Architecture):
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
     """A family's table as a wrapper has it. config.json is compared key by key, so no key is the table's."""
 
+    experts = WRAPPERS[wrapper.model_type].experts
+    rows = tuple(experts if experts and row in EXPERTS else row for row in family.rows)
+
     def renamed(row: Row) -> Row:
         return replace(row, names=tuple(map(wrapper.name_of, row.hf)))
 
@@ -200,7 +217,7 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
 
     return WrappedArchitecture(
         model_types=family.model_types,
-        rows=tuple(renamed(row) if isinstance(row, Row) else renamed_either(row) for row in family.rows),
+        rows=tuple(renamed(row) if isinstance(row, Row) else renamed_either(row) for row in rows),
         config=(),
         aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         derived=tuple(map(wrapper.name_of, family.derived)),
