@@ -220,6 +220,11 @@ class ModelShape:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
 
     @property
+    def model_type(self) -> str:
+        """What config.json calls it: a wrapper by its own name."""
+        return self.wrapper.model_type if self.wrapper else self.architecture
+
+    @property
     def rotary_size(self) -> int:
         """Channels of a head that rotary embeddings turn."""
         return self.mla.qk_pos_emb_head_dim if self.mla else int(self.kv_channels * self.rotary_percent)

@@ -115,11 +115,13 @@ TEXT_MODELS: Mapping[str, TextModel] = {
 
 def text_config(config: Config, where: object) -> dict[str, Any]:
     """The text model's part of a wrapper's config.json, as its family's own config.json would say it. Raises
-    DamagedCheckpoint where there is none."""
+    UnknownArchitecture where there is none, and DamagedCheckpoint for anything but an object."""
     kind = WRAPPERS[config["model_type"]]
     text = config.get("text_config")
     if text is None and kind.flat:
         text = {key: value for key, value in config.items() if key != "model_type"}
+    if text is None:
+        raise UnknownArchitecture(f"a `{config['model_type']}` without a `text_config`", where=where)
     if not isinstance(text, Mapping):
         raise DamagedCheckpoint(f"`text_config` is {shown(text)}, not an object", where=where, do="Is the file whole?")
     model_type = text.get("model_type", kind.text)

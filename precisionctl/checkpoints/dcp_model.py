@@ -118,7 +118,7 @@ class DcpModelReader:
                 "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
             )
         path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path)
+        return read_model(parse_json(self.companions.files["config.json"], path), path, self._tensors)
 
     @cached_property
     def fp8(self) -> Fp8States | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import CheckpointError, PrecisionctlError
@@ -38,18 +39,34 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
-        "architecture": reader.model.architecture,
+        "architecture": reader.model.model_type,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
         "tensors": len(reader.specs),
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
+        "parts": _parts(reader) if reader.model.wrapper else None,
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": reader.model.described(),
         "linears": _linears(reader) if isinstance(reader.model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
+    }
+
+
+def _parts(reader: Reader) -> dict[str, dict[str, int]]:
+    """How much of a wrapper is its text model, and how much its towers."""
+    towers = tower_names(reader).values()
+    parts = {"text": [name for name in reader.specs if name not in towers], "towers": towers}
+    specs = {part: [reader.specs[name] for name in names] for part, names in parts.items()}
+    return {
+        part: {
+            "tensors": len(those),
+            "parameters": sum(spec.rows * spec.columns for spec in those),
+            "bytes": sum(spec.nbytes for spec in those),
+        }
+        for part, those in specs.items()
     }
 
 
@@ -179,6 +196,7 @@ def summary(description: Description) -> Table:
         ("architecture", description["architecture"]),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
+        *_part_rows(description),
         *_shape_rows(description["model"]),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
@@ -190,6 +208,16 @@ def summary(description: Description) -> Table:
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _part_rows(description: Description) -> list[tuple[str, str]]:
+    """What of a wrapper is text, and what is not."""
+    text = description["model"].get("architecture")
+    titles = {"text": f"text model, {text}", "towers": "towers, as they are"}
+    return [
+        (titles[part], f"{each['parameters']:,} in {each['tensors']} tensors, {size(each['bytes'])}")
+        for part, each in (description["parts"] or {}).items()
+    ]
 
 
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """A plan for people: what a conversion will do, one line for each kind of parameter."""
 
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.reports.table import Table, size
@@ -9,7 +10,8 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
     """The plan's rows, and what it will take; `Plan.describe` has every job and every tensor."""
     by_kind: dict[str, list[Job]] = {}
     for job in plan.jobs:
-        by_kind.setdefault(job.row.megatron, []).append(job)
+        kind = f"{TOWERS}*" if plan.model.wrapper and job.name.startswith(TOWERS) else job.row.megatron
+        by_kind.setdefault(kind, []).append(job)
     rows = []
     for kind, jobs in by_kind.items():
         written = [plan.targets[name] for job in jobs for name in job.writes]
@@ -18,7 +20,7 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
         first = jobs[0]
         counts = (str(len(jobs)), str(len(first.reads)), str(len(first.writes)))
         rows.append((kind, *counts, ", ".join(dtypes), nbytes))
-    title = f"{plan.model.architecture}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
+    title = f"{plan.model.model_type}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
     time = "" if expected.seconds is None else f"{expected.seconds:.1f} s, by a short probe of this disk"
     cost = [
         ("tensors", f"{len(plan.targets)}"),

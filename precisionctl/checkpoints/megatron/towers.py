@@ -29,22 +29,28 @@ def stored_towers(directory: Path) -> StoredTensors:
     return StoredTensors({TOWERS + name: place for name, place in places.items()})
 
 
+def tower_names(reader: Reader) -> dict[str, str]:
+    """The names that a checkpoint's towers have there, by those that they have in a plan; none of a text model."""
+    if (wrapper := reader.model.wrapper) is None:
+        return {}
+    if reader.layout == "megatron":
+        return {name: name for name in reader.specs if name.startswith(TOWERS)}
+    return {TOWERS + name: name for name in reader.specs if not wrapper.is_text(name)}
+
+
 class TowersOf:
-    """The towers of another checkpoint, which `--reference` names, as a source. None if it is no wrapper's, or has no
-    weights. Raises RecipeError for codes, whose scales are not among them."""
+    """The towers of another checkpoint, which `--reference` names, as a source. Raises RecipeError for codes, whose
+    scales are not among them."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader, wrapper = reader, reader.model.wrapper
-        if wrapper is None:
-            names: dict[str, str] = {}
-        elif reader.layout == "megatron":
-            names = {name: name for name in reader.specs if name.startswith(TOWERS)}
-        else:
-            names = {TOWERS + name: name for name in reader.specs if not wrapper.is_text(name)}
-        self._names = names
-        self.specs: Mapping[str, TensorSpec] = {name: reader.specs[stored] for name, stored in names.items()}
-        if coded := next((name for name in names.values() if name in reader.encodings), None):
-            raise RecipeError(f"`{coded}` is codes", where=reader.path or "", do="Give a reference in BF16.")
+        self._reader, self._names = reader, tower_names(reader)
+        self.specs: Mapping[str, TensorSpec] = {name: reader.specs[there] for name, there in self._names.items()}
+        if coded := next((name for name in self._names.values() if name in reader.encodings), None):
+            raise RecipeError(
+                f"`{coded}` is codes, and only values are taken from a reference",
+                where=reader.path or "",
+                do="Decode it first with `convert --to hf --precision bf16`, and give that.",
+            )
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._reader.chunks(self._names[name])
