@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -63,21 +64,16 @@ def _draw(table: Table) -> RichTable:
     return drawn
 
 
-def show_error(error: Exception) -> None:
-    """Print an error as one panel on stderr: what, where, what to do."""
-    what, where, do = _parts(error)
-    lines = [Text(what), Text(where, style="dim"), Text(do, style="bold")]
+def show_error(error: PrecisionctlError) -> None:
+    """Print an error on stderr: what, where, what to do. On a terminal that is one panel; elsewhere, where somebody may
+    search for it, an unbroken `error[kind]: what (where). do`."""
+    kind = type(error).__name__
+    if not _err.is_terminal:
+        _err.print(f"error[{kind}]: {error}", soft_wrap=True, markup=False)
+        return
+    lines = [Text(error.what), Text(error.where, style="dim"), Text(error.do, style="bold")]
     body = Text("\n").join(line for line in lines if line)
-    title = "cannot read or write" if isinstance(error, OSError) else type(error).__name__
-    _err.print(Panel(body, title=title, title_align="left", border_style="red"))
-
-
-def _parts(error: Exception) -> tuple[str, str, str]:
-    if isinstance(error, PrecisionctlError):
-        return error.what, error.where, error.do
-    if isinstance(error, OSError):
-        return printable(error.strerror or str(error)), printable(str(error.filename or "")), ""
-    return printable(str(error)), "", ""
+    _err.print(Panel(body, title=kind, title_align="left", border_style="red"))
 
 
 @contextmanager
@@ -184,7 +180,7 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
         if last.cost.fp8_clipped is not None and last.cost.fp8_underflow is not None:
             clipped, underflow = f"{last.cost.fp8_clipped:.1%}", f"{last.cost.fp8_underflow:.1%}"
             numbers.add_row("FP8", f"{clipped} of modules clipped, {underflow} underflowed")
-    return Group(bar, numbers)
+    return Group(Padding(bar, 0), numbers)  # a bar by itself ends no line, and what follows it is cut off
 
 
 def _compute(cost: "StepCost") -> str:

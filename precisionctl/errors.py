@@ -19,13 +19,15 @@
       RecipeError             a recipe or setting that makes no sense
       DataError               training or evaluation data that cannot be used
       EnvironmentProblem      this machine lacks what was asked for (GPU, package, memory)
+      SystemProblem           the operating system refused to read or write something
       UnexpectedError         a bug: what no part of the program has foreseen
 
 Each error says *what* is wrong, *where*, and what to *do* about it.
 """
 
+import difflib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LONGEST = 2000
@@ -134,6 +136,10 @@ class EnvironmentProblem(PrecisionctlError):
     """This machine lacks what was asked for."""
 
 
+class SystemProblem(PrecisionctlError):
+    """The operating system refused to read or write something. Only the command line makes one, of an OSError."""
+
+
 class UnexpectedError(PrecisionctlError):
     """A bug: an exception that no part of the program has foreseen. Only the command line makes one."""
 
@@ -156,6 +162,13 @@ class _Short(reprlib.Repr):
 
 shown = _Short().repr
 """`repr` for what a stranger's file holds: short, whatever shares its parts with itself 2**60 times."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Advice for a name that is none of the known ones: the one that was perhaps meant, or all."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
 
 
 @contextmanager

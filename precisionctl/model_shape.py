@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"]
-"""`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", "xielu"]
+"""`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
+layer."""
 
 LARGEST = 1 << 30
 """The largest size that a model may have: beyond every real one, and products of two fit 64 bits."""
@@ -25,8 +26,8 @@ class MoE:
     over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` divided by the sum over the chosen
     ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
     chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
-    alone, `router_bias` to the logits. With `shared_expert_gate`, what the shared experts give is multiplied by the
-    sigmoid of one more projection of the token.
+    alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
+    give is multiplied by the sigmoid of one more projection of the token.
     """
 
     num_experts: int
@@ -118,6 +119,31 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
+class DSA:
+    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
+    (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
+    without one sees those that the last indexer chose. The first channels of a head have positions, of neighbouring
+    pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
+
+    n_heads: int
+    head_dim: int
+    topk: int
+    layers: tuple[bool, ...]
+    rope_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_dim", "topk"):
+            check_size(getattr(self, name), f"indexer's {name}")
+        if not any(self.layers[:1]):
+            raise DamagedCheckpoint("the first layer has no indexer, and no layer before it to choose its keys")
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What both layouts agree on about a decoder-only transformer.
 
@@ -171,7 +197,9 @@ class ModelShape:
     rope_layers: tuple[bool, ...] | None = None
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
+    qk_layernorm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
+    query_scaling_beta: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False
@@ -191,6 +219,7 @@ class ModelShape:
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     mla: MLA | None = None
+    dsa: DSA | None = None
     moe: MoE | None = None
     mtp_num_layers: int = 0
     wrapper: Wrapper | None = None
@@ -215,6 +244,7 @@ class ModelShape:
             check_size(getattr(self, product), product, 4 * LARGEST)
         freq = self.moe.layer_freq if self.moe else None
         by_layer = {"window_layers": self.window_layers, "rope_layers": self.rope_layers, "moe_layer_freq": freq}
+        by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
@@ -275,11 +305,6 @@ class ModelShape:
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 
-    @property
-    def shared_expert_gates(self) -> int:
-        """Rows of the projection that makes the shared experts' gate: one for all of them."""
-        return 1
-
     def _fc1(self, size: int) -> int:
         return 2 * size if self.gated_linear_unit else size
 
@@ -329,8 +354,26 @@ class ModelShape:
         return self.mla is not None and self.mla.q_lora_rank is not None
 
     @property
+    def fused_latent_layernorms(self) -> bool:
+        """Whether norms of MLA's latents are part of the linears that read them: not beside an indexer, which reads the
+        normalised latent too."""
+        return self.mla is not None and self.dsa is None
+
+    @property
+    def original_context(self) -> int:
+        """The length of the context before rotary embeddings were scaled; 0 where none is said."""
+        return int((self.rope_scaling or {}).get("original_max_position_embeddings") or 0)
+
+    @property
     def query_direct(self) -> bool:
         return self.mla is not None and self.mla.q_lora_rank is None
+
+    @property
+    def xielu(self) -> bool:
+        return self.activation == "xielu"
+
+    def has_indexer(self, layer: int) -> bool:
+        return self.dsa is not None and self.dsa.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layer_freq[layer]
@@ -364,7 +407,10 @@ class ModelShape:
         if not (self.pre_layernorms and self.parallel_residual):
             used["shared_layernorm"] = None
         if not self.qk_layernorm:
-            used["qk_layernorm_over_heads"] = None
+            used |= dict.fromkeys(("qk_layernorm_over_heads", "qk_layernorm_after_rope"))
+        if self.dsa:
+            used["dsa"] = "some"
+            used |= {f"dsa.{name}": value for name, value in vars(self.dsa).items()}
         if all(self.rope_layers or ()):
             used["rope_layers"] = None
         if not self.gated_linear_unit:
@@ -444,7 +490,13 @@ _SIZES = (
 )
 _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
+    *(
+        "query_pre_attn_scalar",
+        "query_scaling_beta",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "embedding_multiplier",
+    ),
     *("residual_multiplier", "logit_multiplier"),
 )
 

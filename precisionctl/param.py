@@ -6,7 +6,7 @@ Names are logical: one for each layer and expert, without rank, stage or stackin
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -14,6 +14,14 @@ from precisionctl.fp8.elements import Element, Packing, element_of
 from precisionctl.fp8.encoding import CODES
 
 Layout = Literal["hf", "megatron"]
+
+STATE = "optimizer.state."
+"""Prefix of an optimizer's tensors, `optimizer.state.<kind>.<parameter>`, with the parameter's name in its layout."""
+
+Kind = Literal["param", "exp_avg", "exp_avg_sq"]
+"""What a checkpoint keeps of each parameter: FP32 master weights and Adam's moments, under Megatron's names."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command has not foreseen fails a test, and is no error panel like others."""
+    """What a command has not foreseen fails a test, and is no error like others."""
 
     def fail(error: Exception) -> NoReturn:
         raise error

@@ -86,6 +86,14 @@ SPELLINGS: dict[str, FourBits] = {
         scales=torch.bfloat16,
         zero_points=True,
     ),
+    "ct-int4-128-zero-points": FourBits(
+        compressed(_int(128, symmetric=False), "pack-quantized"),
+        128,
+        INT4,
+        torch.int32,
+        scales=torch.bfloat16,
+        zero_points=True,
+    ),
     "ct-int4-channel-zero-points": FourBits(
         compressed(_int(None, symmetric=False), "pack-quantized"),
         None,

@@ -62,6 +62,8 @@ _DEEPSEEK = {
     "v_head_dim": 24,
 }
 
+_INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
+
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.25,
@@ -214,6 +216,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
         "mlp_layer_types": ["dense", "sparse", "dense"],
     },
+    "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
+    "ernie4-5-moe": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+    },
+    "deepseek-v3.2": {
+        "model_type": "deepseek_v32",
+        **_INDEXED,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm-moe-dsa": {
+        "model_type": "glm_moe_dsa",
+        **_INDEXED,
+        "rms_norm_eps": 1e-6,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+    },
     "internlm3": {"model_type": "internlm3", "head_dim": 16},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
     "phi": {"model_type": "phi"},
@@ -223,7 +257,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
-ALSO = {"kimi_k2": "deepseek_v3"}
+ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
 
 

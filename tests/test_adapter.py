@@ -106,6 +106,12 @@ def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: st
     assert reader.changes[f"{Q}.weight"].scale == scale
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [Q], ".*q_proj", "all-linear", None])
+def test_targets_are_the_ends_of_names_and_expressions_are_not_evaluated(tmp_path: Path, targets: object) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), target_modules=targets)
+    assert lora_config.read_lora_config(made).names(Q)
+
+
 @pytest.mark.parametrize("pattern", [r"\d+.\d+.\d+.[XY]", "{number}name"])
 def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
     monkeypatch.setattr(lora_config, "SECONDS", 0.2)
@@ -205,6 +211,8 @@ def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) 
     two = load_file(tmp_path / "by-two-steps" / "model.safetensors")
     assert all(torch.equal(as_bytes(two[name]), as_bytes(after[name])) for name in after)
     assert any("the adapter changes 1 and replaces 0" in note for note in in_bf16.notes)
+    assert any(note.startswith("14 weights of the base are codes") for note in in_bf16.notes)
+    assert not any("of the base are codes" in note for note in again.notes)
     flipped = int((as_bytes(before[f"{Q}.weight"]) != as_bytes(after[f"{Q}.weight"])).sum())
     assert any(re.search(rf"\b{flipped:,}\b|\b{flipped}\b", note) for note in again.notes), again.notes
     assert any("13 of 14 weights have the same codes" in note for note in again.notes)
@@ -327,6 +335,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "another rank": ({"r": 5}, lambda: linear(Q, 64, 64), "rank 4, adapter_config.json says 5"),
     "an infinite alpha": ({"lora_alpha": float("inf")}, lambda: linear(Q, 64, 64), "lora_alpha is inf"),
     "an alpha that is NaN": ({"lora_alpha": float("nan")}, lambda: linear(Q, 64, 64), "lora_alpha is nan"),
+    "a module that is no target": (
+        {"target_modules": ["v_proj", "0.k_proj"]},
+        lambda: linear(Q, 64, 64),
+        rf"`{Q}` is none of target_modules",
+    ),
+    "targets that are no names": ({"target_modules": [1]}, lambda: linear(Q, 64, 64), r"target_modules is \[1\]"),
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),
     "an expression that takes for ever": (
         {"alpha_pattern": {"(([a-z_.0-9]+)+)+!": 3}},

@@ -20,11 +20,13 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.conversion.estimate import Estimate
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.readiness.assess import assess
+from precisionctl.reports import plan as plan_report
 from precisionctl.reports.inspect import describe
 from precisionctl.reports.readiness import advice
 from precisionctl.verify.engine_rules import check
@@ -255,6 +257,19 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path
         trees.append(tree(tmp_path / "out"))
         (tmp_path / "out").rename(tmp_path / f"out {workers}")
     assert trees[0] == trees[1]
+
+
+def test_a_plan_shows_names_that_differ_in_numbers_once_and_no_end_of_others(tmp_path: Path) -> None:
+    names = [f"layers.{number}.norm.weight" for number in range(500)] + [
+        f"{'n' * number}.weight" for number in range(1, 80)
+    ]
+    strange(tmp_path / "source", {name: torch.zeros(2) for name in names})
+    plan = plan_command(Request(tmp_path / "source", tmp_path / "out", "hf")).plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_report, "_LINES", 50)
+        shown = plan_report.tables(plan, Estimate(0, None))[0].rows
+    assert len(shown) == 51 and ("layers.*.norm.weight", "500") in {tuple(row[:2]) for row in shown}
+    assert shown[-1][0] == "... and 31 more"  # with the matrix of every strange model
 
 
 def test_a_recipe_that_counts_no_layers_asks_for_no_number_of_them() -> None:

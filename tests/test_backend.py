@@ -38,7 +38,7 @@ def test_a_transformer_engine_that_is_too_old_is_named_and_the_emulation_goes_on
 ) -> None:
     """2.8 on a GPU: it has all that the modules are made of, and no `is_fp8_available`."""
     old = ModuleType("te")
-    monkeypatch.setitem(sys.modules, "precisionctl.trainer.backends.te", old)  # has no `fp8_problem` either
+    monkeypatch.setitem(sys.modules, "precisionctl.trainer.backends.te_backend", old)  # has no `fp8_problem` either
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(metadata, "version", lambda name: "2.8.0")

@@ -1,4 +1,4 @@
-"""The commands as a shell sees them: help, exit codes, one panel for an error, a traceback on request."""
+"""The commands as a shell sees them: help, exit codes, one line for an error, a traceback on request."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
     assert shown.splitlines()[-1] == "[]"
 
 
-def test_an_unrecognised_directory_is_one_panel_that_names_what_was_looked_for(tmp_path):
+def test_an_unrecognised_directory_is_one_error_that_names_what_was_looked_for(tmp_path):
     (tmp_path / "notes.txt").write_text("no checkpoint")
     result = run("inspect", tmp_path)
     assert result.exit_code == 1
@@ -66,6 +66,13 @@ def test_debug_shows_where_an_error_came_from(tmp_path):
     result = run("--debug", "inspect", tmp_path)
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "UnknownFormat"
+
+
+def test_with_json_an_error_is_an_object_on_stdout(tmp_path):
+    result = run("inspect", tmp_path, "--json")
+    shown = json.loads(result.stdout)["error"]
+    assert (result.exit_code, shown["kind"], shown["where"]) == (1, "UnknownFormat", str(tmp_path))
+    assert f"error[UnknownFormat]: {shown['what']} ({tmp_path}). {shown['do']}" in result.stderr
 
 
 def endless(value=None):
@@ -85,12 +92,12 @@ UNFORESEEN = {
 
 @pytest.mark.last_resort
 @pytest.mark.parametrize("name", UNFORESEEN)
-def test_what_no_part_has_foreseen_is_one_panel_too(tmp_path, monkeypatch, name):
+def test_what_no_part_has_foreseen_is_one_error_too(tmp_path, monkeypatch, name):
     fails, *words = UNFORESEEN[name]
     monkeypatch.setattr(opening, "open_checkpoint", lambda *_: fails())
-    found = CliRunner(env={"COLUMNS": "999"}).invoke(main, ["doctor", str(tmp_path)])
+    found = run("doctor", tmp_path)
     assert found.exit_code == 1 and isinstance(found.exception, SystemExit)
-    assert found.stderr.count("╭") == 1 and "Traceback" not in found.stderr
+    assert found.stderr.count("error[") == 1 and "Traceback" not in found.stderr
     assert [word for word in words if word not in found.stderr] == []
 
     found = run("--debug", "doctor", tmp_path)
@@ -105,7 +112,7 @@ def test_what_ends_a_program_is_no_bug(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(opening, "open_checkpoint", stop)
     found = run("doctor", tmp_path)
-    assert "bug" not in found.stderr and "╭" not in found.stderr
+    assert "bug" not in found.stderr and "error[" not in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,31 @@ def test_what_ends_a_program_is_no_bug(tmp_path, monkeypatch, kind):
 )
 def test_wrong_usage_exits_with_2(arguments):
     assert run(*arguments).exit_code == 2
+
+
+RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["export-inference", "{}", "{}/out", "--target", "vlm"], "no engine `vlm`. Did you mean vllm?"),
+        (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
+        (
+            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--recipe", "fp8-delayd"],
+            "fp8-delayed?",
+        ),
+        (
+            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--set", "optimzer.lr=1"],
+            "optimizer.lr?",
+        ),
+        (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
+    ],
+)
+def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, arguments, advice):
+    pico.save(tmp_path, "qwen3")
+    found = run(*(argument.format(tmp_path) for argument in arguments))
+    assert found.exit_code == 2 and advice in found.stderr
 
 
 def write_run(folder, losses, first_step=1):
@@ -127,9 +159,10 @@ def test_compare_is_a_gate_on_the_mean_of_the_last_steps(tmp_path):
     first = write_run(tmp_path / "bf16", [2.0] * 150)
     near = write_run(tmp_path / "fp8", [4.0] * 50 + [2.01] * 100)
     assert run("compare", first, near, "--max-gap", "1%").exit_code == 0
-    assert run("compare", first, near, "--max-gap", "0.4%").exit_code == 1
-    assert run("compare", first, near, "--max-gap", "0.006").exit_code == 0
-    assert run("compare", first, near, "--max-gap", "much").exit_code == 2
+    assert run("compare", first, near, "--max-gap", "0.4%").exit_code == 3
+    assert run("compare", first, near, "--max-gap", "0.4%", "--last", "200").exit_code == 1  # 150 steps
+    for unclear in ("much", "1", "0.006", "-1%", "nan%"):
+        assert run("compare", first, near, "--max-gap", unclear).exit_code == 2
 
 
 def test_compare_prints_json_for_scripts(tmp_path):

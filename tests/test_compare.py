@@ -6,8 +6,11 @@ from html import escape
 import pytest
 
 from precisionctl.errors import DataError, printable
-from precisionctl.reports.compare_runs import RunComparison, draw, find_gap
+from precisionctl.reports import plot
+from precisionctl.reports.compare_runs import RunComparison, compare, draw, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
+from precisionctl.reports.plot import smoothed
+from precisionctl.trainer.saved.run_folder import Saved, sign
 
 
 def curve(losses, name="run"):
@@ -42,7 +45,42 @@ def test_a_first_loss_of_zero_is_infinitely_far_from_every_other_and_passes_no_g
     assert (gap.now, gap.worst, gap.worst_step) == (math.inf, math.inf, 2)
     assert find_gap(curve({2: 0.0}), first).mean == 0.0
     never = curve({1: 0.0})
-    assert not RunComparison([never], [find_gap(curve({1: 0.1}), never)]).within(1e9)
+    assert RunComparison([never], [find_gap(curve({1: 0.1}), never)], last=1).beyond(1e9)
+
+
+def test_a_gate_wants_as_many_steps_as_it_takes_the_mean_of():
+    first, other = curve(dict.fromkeys(range(1, 6), 2.0), "first"), curve(dict.fromkeys(range(1, 9), 2.0), "other")
+    gap = find_gap(other, first, 6)
+    assert (gap.steps, gap.averaged) == (5, 5)
+    with pytest.raises(DataError, match="has 5 steps in common with first, and a gate .* of 6.*--last 5"):
+        RunComparison([first, other], [gap], last=6).verdict(0.01)
+    enough = RunComparison([first, other], [find_gap(other, first, 5)], last=5)
+    assert enough.verdict(0.01) == "Within 1.00% of first over the last 5 steps: other +0.00 %."
+
+
+def test_a_smoothed_curve_is_the_mean_of_the_last_hundredth_of_its_steps():
+    values = {step: float(step) for step in range(1, 301)}
+    smooth = smoothed(values)
+    assert (smooth[1], smooth[2], smooth[3], smooth[300]) == (1.0, 1.5, 2.0, 299.0)
+
+
+def test_curves_that_are_the_same_are_both_seen():
+    same = dict.fromkeys(range(3), 2.0)
+    lines = plot.draw([curve(same), curve(same)]).axes[0].lines
+    assert lines[0].get_linestyle() == "-" and lines[1].get_linestyle() == "--"
+
+
+def test_settings_that_differ_are_shown_beside_the_curves(tmp_path):
+    started = {"data": "1f", "source": "2e", "optimizer.lr": 1e-5, "train.seed": 1}
+    for name, changes in {"a": {}, "b": {"optimizer.lr": 2e-5, "data": "77"}, "c": None}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        if changes is not None:
+            (tmp_path / name / "iter_0000001").mkdir()
+            sign(tmp_path / name / "iter_0000001", Saved(1, 1, started | changes))
+    shown = compare([tmp_path / name for name in "abc"])
+    assert shown.settings == {"data": ["1f", "77", None], "optimizer.lr": [1e-5, 2e-5, None]}
+    assert shown.tables()[-1].rows == [("data", "A", "B", "-"), ("optimizer.lr", "1e-05", "2e-05", "-")]
 
 
 def test_runs_without_a_common_step_cannot_be_compared():

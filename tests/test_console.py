@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from precisionctl import console
+from precisionctl.cli.group import in_our_words
 from precisionctl.errors import DataError
 from precisionctl.reports.table import Table, percent, size
 from precisionctl.trainer.measure.meter import StepCost
@@ -34,9 +35,18 @@ def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
         assert part in shown.getvalue()
 
 
-def test_an_error_of_the_disk_names_the_file(shown: io.StringIO) -> None:
-    console.show_error(PermissionError(13, "Permission denied", "/some/file"))
+def test_an_error_of_the_system_names_the_file(shown: io.StringIO) -> None:
+    console.show_error(in_our_words(PermissionError(13, "Permission denied", "/some/file")))
     assert "Permission denied" in shown.getvalue() and "/some/file" in shown.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_an_error_is_one_line_and_its_paths_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, path = io.StringIO(), f"/{'long/' * 60}here.jsonl"
+    monkeypatch.setattr(console, "_err", Console(file=text, width=80))
+    console.show_error(DataError("no [text] in it", where=path, do="Give text."))
+    assert text.getvalue() == f"error[DataError]: no [text] in it ({path}). Give text.\n"
 
 
 def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io.StringIO) -> None:
@@ -46,6 +56,16 @@ def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io
             view.step(step(number, 5.0 - number / 10, held_out=4.5 if number == 10 else None))
     for part in ("FP8", "10 of 30, 0:00:02 left", "4.0000", "█", "▁", "held out", "640 a second"):
         assert part in shown.getvalue()
+
+
+def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    colours = Console(file=text, force_terminal=True, width=80, color_system="truecolor", legacy_windows=False)
+    monkeypatch.setattr(console, "_err", colours)
+    with console.RunView() as view:
+        view.start("FP8", 30)
+        view.step(step(10, 4.0))
+    assert "\x1b[38;2;" in text.getvalue() and "10 of 30, 0:00:02 left" in text.getvalue()
 
 
 def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown: io.StringIO) -> None:
@@ -108,7 +128,7 @@ def test_what_a_file_says_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPa
     console.show_tables([Table("names", ("name",), [(name,)])])
     console.show_lines([name])
     console.show_error(DataError(name))
-    console.show_error(FileNotFoundError(2, "No such file", name))
+    console.show_error(in_our_words(FileNotFoundError(2, "No such file", name)))
     out.flush()
     assert isinstance(out.buffer, io.BytesIO)
     for text in (out.buffer.getvalue().decode(), shown.getvalue()):

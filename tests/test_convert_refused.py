@@ -48,6 +48,10 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "reads is no such result": {"to": "megatron", "precision": "fp8", "target": "vllm"},
     "are those of an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},
     "do not apply to PyTorch": {"to": "hf", "precision": "fp8", "target": "te", "kv_cache": "fp8"},
+    "is not written as torch_dist": {"to": "hf", "container": "torch_dist"},
+    "choose what becomes FP8 codes": {"to": "hf", "precision": "bf16", "exclude": ("*",)},
+    "which dynamic has none of": {"to": "hf", "precision": "fp8", "target": "te", "scheme": "dynamic"},
+    "block scaling keeps no state": {"to": "hf", "precision": "fp8", "target": "te", "recipe": PRESETS["fp8-block"]},
 }
 
 

@@ -10,30 +10,20 @@ import conversions
 import pico
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from forked import run_program
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from transformers import PreTrainedModel
+from trained_models import config_of, save
 
+from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
 from precisionctl.checkpoints.dcp_model import _wrapper
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def save(directory: Path, state: Mapping[str, object]) -> Path:
-    dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)
-    return directory
-
-
-def config_of(model: PreTrainedModel, directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(directory)
-    return directory
 
 
 def assert_is(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
@@ -69,7 +59,7 @@ def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
     live = torch.load(tmp_path / "live.pt")
     assert_is(load_file(tmp_path / "hf" / "model.safetensors"), live)
     assert_is(conversions.tensors(tmp_path / "back"), live)
-    assert any("Stays behind, as it is no weight" in note for note in in_hf.notes)
+    assert any("The optimizer stays behind: 42 tensors" in note for note in in_hf.notes)
 
 
 def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path) -> None:
@@ -146,6 +136,33 @@ def test_torchtitans_llama_has_pairs_of_rotary_rows_side_by_side(tmp_path: Path,
     expected = scores(complex_turned, theirs)
     assert torch.allclose(scores(turned_by_halves, ours), expected, atol=1e-5)
     assert not torch.allclose(scores(turned_by_halves, theirs), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_torchtitans_moments_move_as_its_weights_do(tmp_path: Path, fused: bool) -> None:
+    """Moments that are the weights end up as these do; fused, a group has its queries, a key, a value."""
+    model = pico.make("llama-3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    stored = {in_titan(name): tensor for name, tensor in model.state_dict().items()}
+    values = dict(stored)
+    for layer in range(2) if fused else ():
+        of_linear = f"layers.{layer}.attention.qkv_linear"
+        q, k, v = (values.pop(f"{of_linear}.w{kind}.weight").view(2, -1, 16, 64) for kind in "qkv")
+        values[f"{of_linear}.wqkv.weight"] = torch.cat((q, k, v), 1).reshape(-1, 64)
+    state = {
+        f"optimizer.state.{name}.{kind}": tensor
+        for name, tensor in values.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    state |= {f"optimizer.state.{name}.step": torch.tensor(4.0) for name in values}
+    made = save(tmp_path / "step-4", stored | state | {"optimizer.param_groups.norm.weight.lr": 0.1})
+    conversions.run(made, tmp_path / "out", "megatron", reference=config_of(model, tmp_path / "config"), verify=True)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 4
+    weights = conversions.tensors(tmp_path / "out")
+    for name, weight in weights.items():
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            moment = read_tensor(WithOptimizer(reader), f"optimizer.state.{kind}.{name}")
+            assert torch.equal(moment, weight), (kind, name)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Perplexity in the stored precision: against transformers' own model, and its own simulation of FP8 engines."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import four_bit_directories
 import in_memory
 import pico
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from fp8_directories import decoded_by_transformers
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS, WORDS, in_fp32, rows_of, save
@@ -24,7 +29,7 @@ from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import DataError
 from precisionctl.evaluate import evaluate, load, quantizers, stored
-from precisionctl.evaluate.quantizers import TokenInputs
+from precisionctl.evaluate.quantizers import InputQuantizer, Mxfp4Inputs, Nvfp4Inputs, TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
@@ -410,3 +415,74 @@ def test_a_tokens_scale_is_its_amax_over_448_but_never_below_the_engines_floor(t
         torch.tensor(1 / 448).item(),
     ]
     assert quantized.codes[1].tolist() == [448.0, 112.0]
+
+
+def fake_quantized(module: torch.nn.Module, values: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Inputs of a module as compressed-tensors simulates four bits."""
+    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, **how)
+    module.quantization_status = QuantizationStatus.FROZEN
+    return forward_quantize(module, values, "input", args)
+
+
+def rounded(inputs: InputQuantizer, values: torch.Tensor) -> torch.Tensor:
+    operand = inputs.quantize(values).rows
+    return operand.summands() * operand.multiplier()
+
+
+def test_inputs_in_nvfp4_are_what_compressed_tensors_makes_of_them() -> None:
+    """Tiny groups, groups beyond the recorded amax of 3, and one of zeros among them."""
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    values[3] *= 1e-4
+    values[5] *= 1.2
+    values[7, :32] = 0
+    module = torch.nn.Linear(256, 8)
+    module.input_global_scale = torch.nn.Parameter(torch.tensor([2688 / 3]), requires_grad=False)
+    how = {"strategy": "tensor_group", "group_size": 16, "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
+    expected = fake_quantized(module, values, **how)
+    found = rounded(Nvfp4Inputs(torch.tensor(2688 / 3)), values)
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max() and not found[7, :32].any()
+    assert 0.05 < (found - values).norm() / values.norm() < 0.2
+
+
+def test_inputs_in_mxfp4_are_nearest_under_the_power_of_two_that_none_exceeds() -> None:
+    values = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[2, :32] = 0
+    values[3, 32:64] = 6.0
+    found = rounded(Mxfp4Inputs(), values)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for row, group in itertools.product(range(16), range(3)):
+        these = values[row, 32 * group : 32 * group + 32].float()
+        scale = 2.0 ** math.ceil(math.log2(float(these.abs().max()) / 6)) if these.any() else 1.0
+        off = (these.abs()[:, None] / scale - numbers).abs()
+        here = found[row, 32 * group : 32 * group + 32]
+        assert torch.equal((here.abs() - these.abs()).abs(), off.amin(1) * scale)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "words"),
+    [
+        ("ct-nvfp4", "NVFP4 codes with static global input scales"),
+        ("modelopt-nvfp4", "NVFP4 codes with static global input scales"),
+        ("modelopt-mxfp4", "MXFP4 codes with dynamic per-32 input scales"),
+        ("ct-mxfp4", "bfloat16, with weights from MXFP4"),
+        ("ct-int4-128", "bfloat16, with weights from INT4"),
+    ],
+)
+def test_inputs_of_four_bit_weights_are_rounded_where_engines_do_and_under_the_scale_that_they_take(
+    tmp_path: Path, spelling: str, words: str
+) -> None:
+    """Of three scales for q, k and v engines take the largest number; the weights are what they decode to."""
+    values = four_bit_directories.make(tmp_path / "made", spelling)
+    model, precision = load(HuggingFaceReader(tmp_path / "made"))
+    assert precision == words
+    linear = model.decoder.layers[0].self_attention.linear_proj
+    if "NVFP4" not in words:
+        assert ("input" in linear.quantizers) == ("codes" in words)
+        return
+    stored = load_file(tmp_path / "made" / "model.safetensors")
+    kind = four_bit_directories.SPELLINGS[spelling].input
+    largest = max(float(stored[f"model.layers.0.self_attn.{part}_proj.{kind}"]) for part in "qkv")
+    found = model.decoder.layers[0].self_attention.linear_qkv.quantizers["input"].divisor
+    assert float(found) == pytest.approx(largest if spelling == "ct-nvfp4" else 1 / largest)
+    weight = linear.quantizers["weight"].quantize(torch.empty(0)).rows.codes
+    assert torch.equal(weight, values["model.layers.0.self_attn.o_proj.weight"])

@@ -16,7 +16,6 @@ from torch import Tensor
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
@@ -266,28 +265,6 @@ def test_training_on_from_four_bits_begins_with_what_they_decode_to_and_inspect_
     words = 7 * 128 * 128 // 2 - 2 * 64 * 128 // 2
     assert described["bytes_by_dtype"]["float4_e2m1fn_x2"] == words
     assert described["coded"]["formats"] == {"NVFP4": 7} and described["coded"]["static_input_scales"] == 0
-
-
-@pytest.mark.parametrize(
-    ("spelling", "scheme", "exact"),
-    [
-        ("ct-mxfp4", "mxfp8", 7),
-        ("modelopt-mxfp4", "mxfp8", 7),
-        ("ct-nvfp4", "dynamic", 0),
-        ("ct-int4-zero-points", "dynamic", 0),
-    ],
-)
-def test_an_export_in_fp8_is_exact_from_mxfp4_to_mxfp8_and_says_what_is_rounded(
-    tmp_path: Path, spelling: str, scheme: str, exact: int
-) -> None:
-    four_bit_directories.make(tmp_path / "source", spelling)
-    work = conversions.carry_out(Request.export(tmp_path / "source", tmp_path / "fp8", "vllm", scheme), workers=1)
-    assert any(f"{exact} of 7 weights are exactly the numbers that they were" in note for note in work.notes)
-    for each in ("source", "fp8"):
-        run(tmp_path / each, tmp_path / f"{each}-bf16", "hf")
-    found = compare(open_checkpoint(tmp_path / "source-bf16"), open_checkpoint(tmp_path / "fp8-bf16"))
-    assert sum(not each.equal for each in found.tensors) == 7 - exact
-    assert all(each.sqnr_db is not None and each.sqnr_db > 25 for each in found.tensors)
 
 
 @pytest.fixture(scope="module")

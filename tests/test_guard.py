@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,7 +290,7 @@ def test_a_gap_that_is_no_number_is_kept_as_json_has_it(tmp_path: Path) -> None:
     sign(tmp_path, Saved(3, 12, {"data": "x"}, gaps))
     text = (tmp_path / RUN_FILE).read_text()
     assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["guard"]["gaps"][1] is None
-    saved = read_saved(SimpleNamespace(path=tmp_path))  # all that is asked of a Reader
+    saved = read_saved(tmp_path)
     assert saved and saved.guard
     assert (
         saved.guard["gaps"] == pytest.approx([0.5, math.nan, math.nan], nan_ok=True) and saved.guard["bf16_until"] == 0

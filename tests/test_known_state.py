@@ -21,7 +21,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand, execute
 from precisionctl.conversion.known_state import known_state
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.evaluate.stored import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
@@ -223,6 +223,39 @@ def test_inspect_and_the_readiness_report_say_the_same(edited: Path) -> None:
     assert {finding.kind for health in judged.roles for finding in health.findings} >= {"other weights"}
 
 
+def test_state_of_another_model_is_refused_and_can_be_left_behind(tmp_path: Path) -> None:
+    """In the checkpoint and in a file, of a module that is not there and of experts where there are none."""
+    made = in_memory.with_state(HuggingFaceReader(with_state(tmp_path / "hf")))
+    gemms = make_plan(made, "megatron").gemms
+    first = next(iter(gemms))
+    state = made.fp8.modules[first]  # type: ignore[union-attr]
+    for name, other, what in (
+        ("decoder.layers.9.mlp.linear_fc1", state, "which this model does not have"),
+        (first, Fp8State.fresh(4, (3,)), "of 3 experts; this model has one module there"),
+    ):
+        strange = replace(made.fp8, modules={**made.fp8.modules, name: other})  # type: ignore[union-attr]
+        with pytest.raises(MappingError, match=f"{name}`, {what}.*--drop-fp8-state"):
+            known_state(replace(made, fp8=strange), gemms)
+        assert known_state(replace(made, fp8=strange), gemms, drop=True).current is None
+        sidecar.write(tmp_path / "state", strange)
+        with pytest.raises(MappingError, match=f"{name}`, {what}.*Give a file"):
+            known_state(made, gemms, tmp_path / "state")
+
+
+def test_a_file_that_does_not_say_of_which_weights_it_is_is_used_with_a_note(tmp_path: Path) -> None:
+    made = in_memory.with_state(HuggingFaceReader(with_state(tmp_path / "hf")))
+    gemms = make_plan(made, "megatron").gemms
+    sidecar.write(tmp_path / "state", replace(in_memory.recorded(made, seed=1), of_weights=None))
+    for reader in (made, replace(made, fp8=None)):
+        known = known_state(reader, gemms, tmp_path / "state")
+        assert "does not say with which weights" in known.notes[0] and known.current is not None
+        assert ("not the checkpoint's own" in known.notes[1]) is (reader is made)
+        assert torch.equal(
+            known.current.modules[next(iter(gemms))].roles["input"].scale,
+            in_memory.recorded(made, seed=1).modules[next(iter(gemms))].roles["input"].scale,
+        )
+
+
 def test_state_without_a_digest_is_of_the_weights_only_in_a_megatron_checkpoint_of_its_iteration(
     tmp_path: Path,
 ) -> None:
@@ -317,13 +350,24 @@ def test_fixed_input_scales_are_not_put_beside_codes_of_other_weights(tmp_path: 
 
 
 def test_scales_of_a_kv_cache_are_not_put_beside_codes_of_other_weights(tmp_path: Path) -> None:
-    fp8_directories.make(tmp_path / "fp8", "compressed-tensor")
+    """Where no input has a fixed scale, of which it would be said first."""
+    fp8_directories.make(tmp_path / "fp8", "compressed-channel")
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.25], dtype=torch.bfloat16)
     save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")
     rescale_norms(tmp_path / "bf16")
-    with pytest.raises((PrecisionError, MissingFp8State), match="weights have changed since"):
+    with pytest.raises(PrecisionError, match=r"since the scales of their KV cache were made, .*self_attn\.k_scale"):
+        run(tmp_path / "bf16", tmp_path / "out", "hf", "fp8")
+
+
+def test_of_scales_of_a_kv_cache_only_one_for_a_whole_cache_is_carried_back(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "compressed-channel")
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.25, 0.5], dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    with pytest.raises(PrecisionError, match=r"k_scale` is \[2\]: only one scale for a whole cache"):
         run(tmp_path / "bf16", tmp_path / "out", "hf", "fp8")
 
 

@@ -12,7 +12,7 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrange import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import MLA, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, ModelShape, MoE
 from precisionctl.planning.segments import lower
 
 
@@ -54,6 +54,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),
+        dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
         moe=MoE(draw(sizes), 1, draw(sizes), (True,) * num_layers, shared_ffn_hidden_size=draw(sizes)),
         mtp_num_layers=draw(st.integers(0, 2)),
     )

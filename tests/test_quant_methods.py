@@ -13,6 +13,9 @@ from precisionctl.quant_methods.base import (
     TENSOR,
     Scales,
     Scheme,
+    block_of,
+    cache_scales,
+    coded_weights,
     encoding,
     quant_methods,
     recognise,
@@ -198,8 +201,17 @@ def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
         ("fp8", {"weight_block_size": 128}),
         ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "NVFP4_AWQ"}}}),
         ("modelopt", {"quant_algo": "MIXED_PRECISION"}),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "FP8"}, "k": "FP8"}}),
+        ("modelopt", {"quant_algo": None}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "symmetric": False}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "attn_head"}}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "dynamic": True}}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": CHANNELS}, "b": {"weights": None}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "num_bits": 16}}}}),
+        *(
+            ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "group", **size}}}})
+            for size in ({}, {"group_size": 0}, {"group_size": "32"}, {"group_size": True})
+        ),
         (
             "compressed-tensors",
             {"config_groups": {"a": {"weights": CHANNELS}}, "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -218,3 +230,172 @@ def test_what_codes_and_scales_alone_do_not_say_is_refused(method, config):
 def test_empty_parts_that_tools_write_are_no_reason_to_refuse():
     parts = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
     assert said("compressed-tensors", config_groups={"a": {"weights": CHANNELS}}, **parts) == ((CHANNEL,), False)
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+NOT_FOUR_BITS = [
+    *(pytest.param({**INT4, "actorder": order}, "another order", id=order) for order in ("group", "dynamic")),
+    *(({**each, "dynamic": True}, "have no scales") for each in (NVFP4, MXFP4, INT4)),
+    *(({**each, "symmetric": None}, "have no scales") for each in (NVFP4, INT4)),
+    *(({**each, "symmetric": False}, "4-bit 'float' weights") for each in (NVFP4, MXFP4)),
+    ({**NVFP4, "group_size": 32}, "groups of 32"),
+    ({**NVFP4, "strategy": "group"}, "groups of 16"),
+    ({**MXFP4, "strategy": "tensor_group"}, "groups of 32"),
+    *(({**INT4, "group_size": size}, "4-bit 'int' weights") for size in (0, -1, None, 2.0, True, 1 << 31)),
+    ({**INT4, "strategy": "tensor"}, "of strategy 'tensor'"),
+    ({**INT4, "type": "uint"}, "4-bit 'uint' weights"),
+]
+
+
+@pytest.mark.parametrize("weights, why", NOT_FOUR_BITS)
+def test_four_bits_of_another_kind_are_refused_with_the_reason(weights, why):
+    with pytest.raises(PrecisionError, match=why):
+        METHODS["compressed-tensors"].read({"config_groups": {"a": {"weights": weights}}})
+
+
+def test_inputs_have_fixed_scales_where_they_are_static_and_one_for_a_tensor():
+    tensor = {**CHANNELS, "strategy": "tensor"}
+    for inputs, static in ((tensor, True), ({**tensor, "dynamic": True}, False), (CHANNELS, False), (None, False)):
+        groups = {"a": {"weights": tensor, "input_activations": inputs}}
+        assert said("compressed-tensors", config_groups=groups) == ((TENSOR,), static)
+
+
+PROJECTION = WEIGHT.removesuffix(".weight")
+WORDS = TensorSpec((32, 32), torch.uint8)  # of a weight [32, 64]
+ONE = TensorSpec((1,), torch.float32)
+FOUR_BITS = {
+    "nvfp4": (
+        NVFP4,
+        {
+            "weight_packed": WORDS,
+            "weight_scale": TensorSpec((32, 4), torch.float8_e4m3fn),
+            "weight_global_scale": ONE,
+            "input_global_scale": ONE,
+        },
+    ),
+    "mxfp4": (MXFP4, {"weight_packed": WORDS, "weight_scale": TensorSpec((32, 2), torch.uint8)}),
+    "int4": (
+        INT4,
+        {
+            "weight_packed": TensorSpec((32, 8), torch.int32),
+            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        },
+    ),
+    "int4 zeros": (
+        {**INT4, "symmetric": False},
+        {
+            "weight_packed": TensorSpec((32, 8), torch.int32),
+            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
+            "weight_shape": TensorSpec((2,), torch.int64),
+            "weight_zero_point": TensorSpec((4, 2), torch.int32),
+        },
+    ),
+}
+
+
+def read_four_bits(kind, **changes):
+    """The weights that are codes in a directory of one linear, of whose tensors some are others, or not there."""
+    weights, tensors = FOUR_BITS[kind]
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    stored = {f"{PROJECTION}.{name}": spec for name, spec in (tensors | changes).items() if spec is not None}
+    return coded_weights({"quantization_config": config}, stored)
+
+
+def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
+    for kind, changes in (
+        ("nvfp4", {}),
+        ("nvfp4", {"weight_global_scale": TensorSpec((), torch.float32)}),
+        ("mxfp4", {}),
+        ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float8_e8m0fnu)}),
+        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (torch.float16, torch.float32)),
+        ("int4", {"weight_shape": TensorSpec((2,), torch.int32)}),
+        ("int4 zeros", {}),
+    ):
+        (found,) = read_four_bits(kind, **changes).items()
+        assert (found[0], found[1].codes, found[1].spec.shape) == (WEIGHT, f"{PROJECTION}.weight_packed", (32, 64))
+        assert (found[1].scales.input is not None) is (kind == "nvfp4")
+    assert read_four_bits("nvfp4", input_global_scale=None)[WEIGHT].scales.input is None
+
+
+BROKEN = {
+    "words of another dtype": ("mxfp4", {"weight_packed": TensorSpec((32, 32), torch.int32)}, "weight_packed is int32"),
+    "values beside codes": ("mxfp4", {"weight": TensorSpec((32, 64), torch.bfloat16)}, "as values, and as codes"),
+    "no scales": ("mxfp4", {"weight_scale": None}, "no .*weight_scale for its codes"),
+    "scales of another grid": ("mxfp4", {"weight_scale": TensorSpec((32, 1), torch.uint8)}, "has shape .32, 1."),
+    "exponents in FP32": ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float32)}, r"\(float32\) for a weight"),
+    "half a group": ("mxfp4", {"weight_packed": TensorSpec((32, 24), torch.uint8)}, "for a weight of .32, 48."),
+    "NVFP4 with scales in BF16": ("nvfp4", {"weight_scale": TensorSpec((32, 4), torch.bfloat16)}, "bfloat16"),
+    "no global scale": ("nvfp4", {"weight_global_scale": None}, "no .*weight_global_scale for its codes"),
+    "two global scales": ("nvfp4", {"weight_global_scale": TensorSpec((2,), torch.float32)}, r"not \[\] or \[1\]"),
+    "a global scale in BF16": ("nvfp4", {"weight_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
+    "two scales of inputs": ("nvfp4", {"input_global_scale": TensorSpec((2,), torch.float32)}, "not one scale"),
+    "a scale of inputs in BF16": ("nvfp4", {"input_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
+    "no shape": ("int4", {"weight_shape": None}, "no .*weight_shape for its codes"),
+    "a shape of three": ("int4", {"weight_shape": TensorSpec((3,), torch.int64)}, r"has shape \[3\]"),
+    "a shape in FP32": ("int4", {"weight_shape": TensorSpec((2,), torch.float32)}, "not int64 or int32"),
+    "zero points nobody told of": (
+        "int4",
+        {"weight_zero_point": TensorSpec((4, 2), torch.int32)},
+        "weight_zero_point is beside codes that have none",
+    ),
+    "inputs that are scaled too": ("mxfp4", {"pre_quant_scale": ONE}, "pre_quant_scale is beside codes"),
+    "a divisor nobody told of": ("mxfp4", {"weight_global_scale": ONE}, "weight_global_scale is beside codes"),
+    "no zero points": ("int4 zeros", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
+    "zero points for each row": (
+        "int4 zeros",
+        {"weight_zero_point": TensorSpec((32, 2), torch.int32)},
+        r"not \[4, 2\]",
+    ),
+    "zero points in bytes": ("int4 zeros", {"weight_zero_point": TensorSpec((4, 2), torch.uint8)}, "not int32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_four_bits_whose_tensors_cannot_belong_together_are_damage(case):
+    kind, changes, message = BROKEN[case]
+    with pytest.raises(DamagedCheckpoint, match=message):
+        read_four_bits(kind, **changes)
+
+
+def test_groups_of_inputs_in_another_order_are_refused_by_their_tensor_too():
+    with pytest.raises(PrecisionError, match="weight_g_idx puts inputs into groups in another order"):
+        read_four_bits("int4", weight_g_idx=TensorSpec((64,), torch.int32))
+
+
+@EACH
+def test_a_fixed_scale_of_inputs_is_one_number(method, scheme):
+    config, specs = exported(method, scheme)
+    given = method.scales(WEIGHT, specs[WEIGHT], scheme).input
+    assert (given is not None) is (scheme == "static")
+    if given:
+        with pytest.raises(DamagedCheckpoint, match="not one scale"):
+            stored_scales(config, specs | {given: TensorSpec((2,), torch.float32)})
+
+
+def test_what_names_no_method_is_told_from_what_names_none():
+    for nothing in ({}, {"quantization_config": None}, {"quantization_config": {}}):
+        assert recognise(nothing) is None
+    with pytest.raises(DamagedCheckpoint, match="not an object"):
+        recognise({"quantization_config": ["fp8"]})
+    for name in (None, ["fp8"], "FP8", "bitsandbytes", "awq"):
+        with pytest.raises(PrecisionError, match="not one that can be read"):
+            recognise({"quantization_config": {"quant_method": name, "bits": 4}})
+
+
+@pytest.mark.parametrize(
+    "value", [128, None, [128], [128, 128, 128], [128, 0], [0, 1], [1, 1 << 31], [1, True], [1.0, 1]]
+)
+def test_a_block_is_a_pair_of_sizes(value):
+    with pytest.raises(PrecisionError, match="as the size of a block"):
+        block_of(value)
+    assert block_of([1, (1 << 31) - 1]) == (1, (1 << 31) - 1) and block_of((64, 128)) == (64, 128)
+
+
+def test_scales_of_caches_and_of_attention_are_no_weights():
+    names = [f"model.layers.0.self_attn.{kind}_scale" for kind in ("k", "v", "q", "kv", "prob")]
+    stored = dict.fromkeys([*names, "model.layers.0.self_attn.o_proj.weight_scale"], ONE)
+    assert list(cache_scales({"quantization_config": {"quant_method": "fp8"}}, stored)) == names
+    assert cache_scales({}, stored) == {}

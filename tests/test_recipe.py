@@ -76,7 +76,7 @@ def test_a_bad_override_is_refused_with_the_way_out(override: str, message: str)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.lr=nan", "above 0"),
+        ("optimizer.lr=nan", "0 or above"),
         ("optimizer.epsilon=inf", "above 0 and finite"),
         ("optimizer.beta1=1.5", "from 0 to below 1"),
         ("optimizer.beta2=1.0", "from 0 to below 1"),

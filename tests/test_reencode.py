@@ -336,6 +336,7 @@ WEIGHT = {
         },
         {"quantization_config": 7},
         {"files": {"config.json": 3}},
+        {"of_weights": 3},
     ],
 )
 def test_encodings_that_contradict_themselves_are_one_error(tmp_path: Path, fields: dict[str, object]) -> None:

@@ -22,9 +22,9 @@ from precisionctl.checkpoints.megatron.provider import described_args, from_prov
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import PrecisionctlError, UnknownArchitecture
+from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.trainer.model.computes import BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
@@ -118,6 +118,10 @@ READ: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("learnable", "off-by-one", "vanilla"),
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
+    "experimental_attention_variant": ("gated_delta_net", None),
+    **dict.fromkeys(("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"), (3,)),
+    **dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"), (5,)),
+    "dsa_indexer_rope_interleaved": (True, False),
 }
 """Every argument that says what is computed, and other values of it."""
 
@@ -127,6 +131,7 @@ SAID_OTHERWISE = {
     *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
     *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
     *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+    "dsa_indexer_k_norm_epsilon",
 }
 """Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""
 
@@ -171,7 +176,8 @@ def test_no_argument_is_passed_over() -> None:
                 refused.add(name)
             else:
                 told = read_megatron_args(args | {name: value}, 256, "")
-                assert not told.differences(read_megatron_args(args, 256, "")), (family, name, value)
+                same = (read_megatron_args(args, 256, ""), shape_of(family))
+                assert not all(map(told.differences, same)), (family, name, value)
     assert refused == READ.keys()
 
 
@@ -194,6 +200,10 @@ EXPERTS = dataclasses.replace(
 )
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
+INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
+SCALED = dataclasses.replace(
+    DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+)
 PARALLEL = dataclasses.replace(DENSE, parallel_residual=True)
 NORMED = dataclasses.replace(DENSE, qk_layernorm=True)
 LEARNED = dataclasses.replace(DENSE, position_embedding="learned_absolute", rotary_base_local=None)
@@ -203,6 +213,11 @@ LONG: dict[str, Any] = {
     "short_factor": [1.0, 2.0],
     "long_factor": [2.0, 3.0],
 }
+WIDE = dataclasses.replace(DENSE, kv_channels=32, rotary_base=10.0)
+"""With frequencies between those that YaRN keeps and those that it stretches."""
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+FULL_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.7}
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     *(
         (DENSE, {name: value})
@@ -246,7 +261,21 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_WINDOW, {"num_layers": 1}),
     (PARALLEL, {"shared_layernorm": True}),
     (NORMED, {"qk_layernorm_over_heads": True}),
+    (NORMED, {"qk_layernorm_after_rope": True}),
+    (SCALED, {"query_scaling_beta": 0.5}),
     (LEARNED, {"max_position_embeddings": 64}),
+    *(
+        (dataclasses.replace(WIDE, rope_scaling=YARN | {"beta_fast": 1.5}), {"rope_scaling": YARN | change})
+        for change in (
+            {"beta_fast": 32.0},
+            {"beta_fast": 1.5, "beta_slow": 0.5},
+            {"beta_fast": 1.5, "truncate": False},
+            {"beta_fast": 1.5, "factor": 2.0},
+            {"beta_fast": 1.5, "mscale": 0.7, "mscale_all_dim": 0.3},
+            {"beta_fast": 1.5, "factor": 1.0, "attention_factor": 3.0},
+            {"rope_type": "linear"},
+        )
+    ),
     (dataclasses.replace(DENSE, rope_scaling=LONG), {"max_position_embeddings": 64}),
     *(
         (EXPERTS, {f"moe.{name}": value})
@@ -268,8 +297,20 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         }.items()
     ),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
+    (LATENT, {"dsa": INDEXED.dsa}),
 ]
 """Models, and for each field one with another value, where a layer uses it."""
+INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
+    (INDEXED, {f"dsa.{name}": value})
+    for name, value in {
+        "n_heads": 3,
+        "head_dim": 10,
+        "topk": 13,
+        "layers": (True, False),
+        "rope_interleaved": True,
+    }.items()
+]
+"""What makes another model of texts that are longer than those that GPT takes."""
 ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
@@ -280,12 +321,17 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"rope_layers": (True, True)}),
     (DENSE, {"shared_layernorm": True}),
     (DENSE, {"qk_layernorm_over_heads": True}),
+    (DENSE, {"qk_layernorm_after_rope": True}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
+    (DENSE, {"rope_scaling": {"rope_type": "llama3", "factor": 1.0, **LLAMA_3}}),
+    (DENSE, {"rope_scaling": {"rope_type": "default", "factor": None}}),
+    (dataclasses.replace(WIDE, rope_scaling=YARN), {"rope_scaling": FULL_YARN}),
+    (dataclasses.replace(WIDE, rope_scaling=YARN), {"rope_scaling": YARN | {"attention_factor": None}}),
     (dataclasses.replace(DENSE, window_layers=None), {"window_layers": (True, True)}),
     (NO_WINDOW, {"window_layers": (False, True), "rotary_base_local": 7.0}),
     (NO_WINDOW, {"window_layers": (False, False), "sliding_window": 3, "rotary_base_local": 7.0}),
@@ -332,17 +378,32 @@ def test_what_no_layer_uses_changes_no_logits_and_is_no_difference(model: ModelS
     torch.testing.assert_close(logits(other), logits(model), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("model", "change"), INDEXERS, ids=lambda value: ",".join(value) if type(value) is dict else ""
+)
+def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_refused(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    other = with_fields(model, change)
+    assert change.keys() == model.differences(other).keys()
+    assert torch.equal(logits(other), logits(model))
+    with pytest.raises(RecipeError, match="a text of 14 tokens, of which sparse attention would choose"):
+        GPT(other, BF16)(torch.arange(14)[None])
+
+
 def test_every_field_of_a_model_is_one_of_those_above() -> None:
-    changed = {name for _, change in CHANGES for name in change}
+    changed = {name for _, change in (*CHANGES, *INDEXERS) for name in change}
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, LATENT) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, INDEXED) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
-        f"{group}.{field.name}" for group, kind in (("moe", MoE), ("mla", MLA)) for field in dataclasses.fields(kind)
+        f"{group}.{field.name}"
+        for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA))
+        for field in dataclasses.fields(kind)
     }
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
 

@@ -22,6 +22,7 @@ from precisionctl.cli import main
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
+from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors
@@ -96,13 +97,25 @@ def test_nan_equals_nan_and_infinity_infinity_and_nothing_else(source, value):
     assert not compare(a, source).equal
 
 
+def test_in_two_dtypes_a_nan_is_one_whatever_its_bits_and_hides_no_other_element(source):
+    values = read_tensor(source, DOWN)
+    values[0, 0] = math.nan
+    one, other = changed(source, DOWN, values), values.float()
+    other.view(torch.int32)[0, 0] ^= 1
+    assert compare(one, changed(source, DOWN, other)).equal
+    for element in (float(other[3, 5]) + 1, math.nan):
+        other[3, 5] = element
+        assert not compare(one, changed(source, DOWN, other)).equal
+
+
 def test_a_tensor_on_one_side_only_is_named(tmp_path):
     pico.save(tmp_path / "biased", "llama-attention-bias")
-    biased = HuggingFaceReader(tmp_path / "biased")
     pico.save(tmp_path / "plain", "llama-2", num_key_value_heads=2)
-    comparison = compare(biased, HuggingFaceReader(tmp_path / "plain"))
-    assert of(comparison, Q.replace("weight", "bias")).status == "only in A"
-    assert not comparison.equal
+    biased, plain = HuggingFaceReader(tmp_path / "biased"), HuggingFaceReader(tmp_path / "plain")
+    for a, b, status in ((biased, plain, "only in A"), (plain, biased, "only in B")):
+        comparison = compare(a, b)
+        assert of(comparison, Q.replace("weight", "bias")).status == status
+        assert not comparison.equal
 
 
 def test_a_checkpoint_that_lacks_a_tensor_of_its_own_model_is_an_error(source):
@@ -274,9 +287,10 @@ def test_equal_fp8_state_is_no_difference(source):
 
 def test_state_on_one_side_only_differs_where_it_was_asked_for(source):
     assert compare(in_memory.with_state(source), source).equal
-    asked = compare(in_memory.with_state(source), source, fp8=True)
-    assert asked.fp8 == ("no FP8 state in B",)
-    assert not asked.equal
+    for a, b, lacking in ((in_memory.with_state(source), source, "B"), (source, in_memory.with_state(source), "A")):
+        asked = compare(a, b, fp8=True)
+        assert asked.fp8 == (f"no FP8 state in {lacking}",)
+        assert not asked.equal
 
 
 def edited(state, role, change):
@@ -309,6 +323,32 @@ def test_another_recipe_a_missing_module_and_an_unread_payload_are_named(source)
     assert lines[0] == "recipe: margin is 0 and 1"
     assert lines[1] == f"{name}: only in A"
     assert lines[2].startswith("x: payloads")
+    assert compare(b, a).fp8[1] == f"{name}: only in B" and compare(b, a).fp8[2] == lines[2]
+
+
+def test_a_role_payload_or_statistic_that_differs_is_named_and_a_statistic_of_one_side_said(source):
+    a, b = in_memory.with_state(source), in_memory.with_state(source)
+    name = "decoder.layers.1.mlp.linear_fc1"
+    roles = {role: part for role, part in b.fp8.modules[name].roles.items() if role != "grad_output"}
+    payload = torch.arange(3, dtype=torch.uint8)
+    measured = {"input": Statistics(elements=4, amax=2.0), "weight": Statistics(elements=4)}
+    a.fp8 = replace(a.fp8, raw={"x": payload}, statistics={name: measured})
+    b.fp8 = replace(a.fp8, raw={"x": payload.clone()})
+    assert compare(a, b).fp8 == ()
+    b.fp8 = replace(
+        b.fp8,
+        modules={**b.fp8.modules, name: Fp8State(roles)},
+        raw={"x": payload + 1},
+        statistics={name: {"input": Statistics(elements=4, amax=3.0)}},
+    )
+    found = compare(a, b)
+    assert found.fp8 == (
+        f"{name} grad_output: only in A",
+        "x: payloads that were not understood differ",
+        f"{name} input: the statistics differ",
+    )
+    assert [each.what for each in found.not_compared if each.topic == "recording"] == ["1 statistics"]
+    assert compare(b, a).fp8[0] == f"{name} grad_output: only in B"
 
 
 def test_progress_adds_up_to_the_stored_bytes_of_a(tmp_path, source):
@@ -387,6 +427,11 @@ def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_
     assert [(tensor.name, tensor.status) for tensor in differing] == [
         ("decoder.layers.1.mlp.linear_fc2.bias", "only in B")
     ]
+    assert [tensor.status for tensor in compare(megatron, hf).tensors if not tensor.equal] == ["only in A"]
+    other = in_memory.to_megatron(hf)
+    assert [tensor.status for tensor in compare(megatron, other).tensors if not tensor.equal] == ["differs"]
+    other.tensors["decoder.layers.1.mlp.linear_fc2.bias"][3] = 0.5
+    assert compare(megatron, other).equal
 
 
 def test_the_sign_of_zero_is_a_difference(source):

@@ -14,6 +14,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
 from precisionctl.verify import not_compared
 from precisionctl.verify.compare import compare
+from precisionctl.verify.configs import compare_quantization
 from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, QUANTIZER_KEYS
 
 FAMILIES = ("llama-3", "qwen2-window", "phi3-long", "gemma2", "gpt-oss", "deepseek-v3")
@@ -54,6 +55,41 @@ def logits(directory: Path) -> torch.Tensor | None:
             return model(TOKENS).logits
     except Exception:
         return None
+
+
+def unequal(a: dict[str, object], b: dict[str, object], method: str = "fp8") -> list[str]:
+    """The lines of what two configs of a method say differently, and what is left out, after a minus."""
+    lines, left_out = compare_quantization({"quant_method": method, **a}, {"quant_method": method, **b})
+    return [*lines, *(f"-{each.what}" for each in left_out)]
+
+
+def test_an_object_that_one_side_has_is_a_difference_in_each_of_its_keys() -> None:
+    assert unequal({"x": {"y": {"z": 1}, "w": 2}}, {}) == [
+        "quantization_config x.y.z is 1 in A, not there in B",
+        "quantization_config x.w is 2 in A, not there in B",
+    ]
+    assert unequal({}, {"x": {"y": 1}}) == ["quantization_config x.y is not there in A, 1 in B"]
+    assert unequal({"x": 3}, {"x": {"y": 1}}) == ["quantization_config x.y is not there in A, 1 in B"]
+    assert unequal({"x": {}}, {}) == ["quantization_config x is {} in A, not there in B"]
+
+
+def test_true_is_not_one_and_only_lists_of_modules_have_no_order() -> None:
+    assert unequal({"x": True}, {"x": 1}) == ["quantization_config x is True in A, 1 in B"]
+    assert unequal({"x": 1}, {"x": 1.0}) == []
+    for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets"):
+        assert unequal({"group": {key: ["b", "a"]}}, {"group": {key: ["a", "b"]}}) == []
+        assert len(unequal({key: ["a"]}, {key: ["a", "b"]})) == 1
+    assert len(unequal({"weight_block_size": [64, 128]}, {"weight_block_size": [128, 64]})) == 1
+
+
+def test_what_a_quantizer_says_of_itself_is_left_out_and_nulls_of_compressed_tensors_alone() -> None:
+    for key in QUANTIZER_KEYS:
+        assert unequal({"group": {key: "a"}}, {"group": {key: "b"}}) == [f"-group.{key}"]
+    assert unequal({"x": None}, {}, "compressed-tensors") == ["-x"]
+    assert len(unequal({"x": None}, {"x": 1}, "compressed-tensors")) == 1
+    assert len(unequal({"x": None}, {})) == 1
+    lines, (left_out,) = compare_quantization({"quant_method": "fp8", "x": 1}, {"quant_method": "mxfp8"})
+    assert lines == [] and (left_out.topic, left_out.what) == ("one quantization", "fp8 / mxfp8")
 
 
 def test_the_document_has_the_list_of_what_is_not_compared() -> None:

@@ -15,7 +15,8 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.rope import rope
-from precisionctl.model_shape import ModelShape
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape
 
 
 def _read_attention(config: Config, where: object) -> Fields:
@@ -64,6 +65,30 @@ EXPERTS: tuple[Entry, ...] = (
     *EXPERTS_OF_A_LAYER,
     Rule(("first_k_dense_replace",), _read_layers, _write_layers),
 )
+
+_MLPS = {"dense": False, "sparse": True}
+
+
+def experts_by_list(dense: int, key: str = "") -> Rule:
+    """Which layers have experts, as `mlp_layer_types` lists them; without it, all but the first ones: as many as `key`
+    says, else `dense`."""
+
+    def read(config: Config, where: object) -> Fields:
+        listed = config.get("mlp_layer_types")
+        if listed is None:
+            first = config.get(key, dense)
+            return {"moe.layer_freq": tuple(layer >= first for layer in range(layers(config, where)))}
+        if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(kind not in _MLPS for kind in listed):
+            what = f"mlp_layer_types is {shown(listed)}, not a list of `dense` and `sparse`"
+            raise DamagedCheckpoint(what, where=where)
+        return {"moe.layer_freq": tuple(_MLPS[kind] for kind in listed)}
+
+    def write(model: ModelShape) -> Config:
+        numbers = range(model.num_layers)
+        return {"mlp_layer_types": ["sparse" if model.has_experts(layer) else "dense" for layer in numbers]}
+
+    return Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
+
 
 LATENT_ATTENTION: tuple[Entry, ...] = (
     *SIZES,

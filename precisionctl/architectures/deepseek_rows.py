@@ -1,5 +1,5 @@
-"""Rows of DeepSeek-V2 and V3, and of families with the same experts: latent attention, leading dense layers, routed and
-shared experts, layers of multi-token prediction.
+"""Rows of DeepSeek-V2, V3 and V3.2, and of families with the same experts: latent attention, an indexer of its keys,
+leading dense layers, routed and shared experts, layers of multi-token prediction.
 
 Rows of a prediction layer are the decoder's under other names, and what joins them.
 """
@@ -71,6 +71,52 @@ ATTENTION = (
         gemm=True,
     ),
 )
+
+_INDEXER = "decoder.layers.{layer}.self_attention.core_attention.indexer"
+
+INDEXED_ATTENTION = (
+    *renamed(
+        ATTENTION,
+        {},
+        {
+            "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
+            "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
+        },
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.indexer.wq_b.weight",
+        f"{_INDEXER}.linear_wq_b.weight",
+        ("dsa.query_size", "mla.q_lora_rank"),
+        layers="indexed",
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.indexer.wk.weight",
+        f"{_INDEXER}.linear_wk.weight",
+        ("dsa.head_dim", "hidden_size"),
+        layers="indexed",
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.indexer.k_norm.weight",
+        f"{_INDEXER}.k_norm.weight",
+        ("dsa.head_dim",),
+        layers="indexed",
+        keeps_dtype=True,  # FP32 as released
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.indexer.k_norm.bias",
+        f"{_INDEXER}.k_norm.bias",
+        ("dsa.head_dim",),
+        layers="indexed",
+        keeps_dtype=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.indexer.weights_proj.weight",
+        f"{_INDEXER}.linear_weights_proj.weight",
+        ("dsa.n_heads", "hidden_size"),
+        layers="indexed",
+    ),
+)
+"""With DeepSeek's sparse attention: names of Megatron-Core 0.19, which keeps the norms of latents apart there."""
 
 _BEFORE = (
     Row("model.layers.{mtp_layer}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),

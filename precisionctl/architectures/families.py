@@ -21,7 +21,7 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE, UntabledModel
+from precisionctl.model_shape import DSA, MLA, TENSORS, ModelShape, MoE, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -115,11 +115,12 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
-    moe, mla = (
-        {name.removeprefix(group): value for name, value in fields.items() if name.startswith(group)}
-        for group in ("moe.", "mla.")
-    )
-    return ModelShape(**plain, moe=MoE(**moe) if moe else None, mla=MLA(**mla) if mla else None)
+    groups: dict[str, Any] = {}
+    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA)):
+        prefix = f"{group}."
+        values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        groups[group] = kind(**values) if values else None
+    return ModelShape(**plain, **groups)
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, PROJ_BIAS, QKV_BIASES
-from precisionctl.architectures.param_map import Architecture, Row, renamed
+from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
@@ -119,7 +119,7 @@ ARCHITECTURE = Architecture(
         ),
         Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
         Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
-        *renamed(OUTPUT, {"lm_head": "embed_out"}),
+        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT),
     ),
     config=(
         *SIZES,

@@ -16,13 +16,14 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER
-from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.param_map import Architecture, Either, renamed
 
 _NAMES = {
     "mlp.gate.weight": "block_sparse_moe.router.layer.weight",
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
 }
+_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoe": "GraniteMoeForCausalLM"},
@@ -31,7 +32,7 @@ ARCHITECTURE = Architecture(
         *ATTENTION_NORM,
         *ATTENTION,
         *MOE_NORM,
-        *renamed((*ROUTER, *FUSED), _NAMES),
+        Either(renamed((*ROUTER, *FUSED), _NAMES), renamed((*ROUTER, *FUSED), _IN_MEMORY)),
         *FINAL_NORM,
         *OUTPUT,
     ),

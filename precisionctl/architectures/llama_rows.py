@@ -129,6 +129,23 @@ MLP_NORM = (
     ),
 )
 
+DOWN = Row(
+    "model.layers.{layer}.mlp.down_proj.weight",
+    "decoder.layers.{layer}.mlp.linear_fc2.weight",
+    ("hidden_size", "ffn_hidden_size"),
+    parallel=COLUMNS,
+    layers="dense",
+    gemm=True,
+)
+
+DOWN_BIAS = Row(
+    "model.layers.{layer}.mlp.down_proj.bias",
+    "decoder.layers.{layer}.mlp.linear_fc2.bias",
+    ("hidden_size",),
+    present=MLP_BIAS,
+    layers="dense",
+)
+
 MLP = (
     Row(
         ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
@@ -148,21 +165,8 @@ MLP = (
         present=MLP_BIAS,
         layers="dense",
     ),
-    Row(
-        "model.layers.{layer}.mlp.down_proj.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        ("hidden_size", "ffn_hidden_size"),
-        parallel=COLUMNS,
-        layers="dense",
-        gemm=True,
-    ),
-    Row(
-        "model.layers.{layer}.mlp.down_proj.bias",
-        "decoder.layers.{layer}.mlp.linear_fc2.bias",
-        ("hidden_size",),
-        present=MLP_BIAS,
-        layers="dense",
-    ),
+    DOWN,
+    DOWN_BIAS,
 )
 
 UNGATED_MLP = (
@@ -180,19 +184,8 @@ UNGATED_MLP = (
         parallel=ROWS,
         present=MLP_BIAS,
     ),
-    Row(
-        "model.layers.{layer}.mlp.down_proj.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        ("hidden_size", "ffn_hidden_size"),
-        parallel=COLUMNS,
-        gemm=True,
-    ),
-    Row(
-        "model.layers.{layer}.mlp.down_proj.bias",
-        "decoder.layers.{layer}.mlp.linear_fc2.bias",
-        ("hidden_size",),
-        present=MLP_BIAS,
-    ),
+    DOWN,
+    DOWN_BIAS,
 )
 
 JOINED_MLP = (
@@ -203,28 +196,28 @@ JOINED_MLP = (
         parallel=GATED_ROWS,
         gemm=True,
     ),
-    Row(
-        "model.layers.{layer}.mlp.down_proj.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        ("hidden_size", "ffn_hidden_size"),
-        parallel=COLUMNS,
-        gemm=True,
-    ),
+    DOWN,
 )
 
-NORM_BIASES = (
+ATTENTION_NORM_BIAS = (
     Row(
         "model.layers.{layer}.input_layernorm.bias",
         "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
         ("hidden_size",),
     ),
+)
+
+MLP_NORM_BIAS = (
     Row(
         "model.layers.{layer}.post_attention_layernorm.bias",
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
         ("hidden_size",),
     ),
-    Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
 )
+
+FINAL_NORM_BIAS = (Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),)
+
+NORM_BIASES = (*ATTENTION_NORM_BIAS, *MLP_NORM_BIAS, *FINAL_NORM_BIAS)
 
 FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),)
 

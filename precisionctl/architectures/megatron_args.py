@@ -4,11 +4,12 @@ What `--use-checkpoint-args` reads of a checkpoint, under the names of every ver
 megatron/training/arguments.py and, since 0.16, megatron/core/transformer/transformer_config.py).
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MLA, MOST_LAYERS, ModelShape, MoE, check_size, real
+from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, ModelShape, MoE, check_size, real
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -53,6 +54,12 @@ _MOE = {  # argument, field of MoE
     "moe_router_num_groups": "num_groups",
     "moe_router_group_topk": "group_topk",
 }
+_DSA = {  # argument, field of DSA
+    "dsa_indexer_n_heads": "n_heads",
+    "dsa_indexer_head_dim": "head_dim",
+    "dsa_indexer_topk": "topk",
+    "dsa_indexer_rope_interleaved": "rope_interleaved",
+}
 MEGATRON_ONLY = (
     *("padded_vocab_size", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma"),
 )
@@ -73,6 +80,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **_USUAL,
         **_activation_args(model),
         **_mla_args(model),
+        **_dsa_args(model),
         **_moe_args(model),
         "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
         "layernorm_epsilon": model.norm_epsilon,
@@ -144,6 +152,37 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     return args | {"rope_type": "yarn"} | _yarn_args(rope)
 
 
+def _dsa_args(model: ModelShape) -> dict[str, Any]:
+    """Arguments of Megatron-Core 0.19; older versions know neither these nor the attention."""
+    if model.dsa is None:
+        return {}
+    numbers = range(1, model.num_layers + 1)
+    every, after = next(
+        (pair for pair in itertools.product(numbers, numbers) if _indexed(model.num_layers, *pair) == model.dsa.layers),
+        (1, 1),
+    )
+    return {
+        "experimental_attention_variant": "dsa",
+        **{argument: getattr(model.dsa, field) for argument, field in _DSA.items()},
+        "dsa_indexer_topk_freq": every,
+        "dsa_indexer_skip_topk_offset": after,
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+    }
+
+
+def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
+    """Which layers have an indexer: the first ones, and after the layer of number `after` each of this number."""
+    return tuple(max(layer - max(after, 1), 0) % every == 0 for layer in range(1, num_layers + 1))
+
+
+def _read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
+    if args.get("experimental_attention_variant") != "dsa":
+        return None
+    every, after = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
+    found = {field: args[argument] for argument, field in _DSA.items() if args.get(argument) is not None}
+    return DSA(layers=_indexed(num_layers, every, after), **found)
+
+
 def _moe_args(model: ModelShape) -> dict[str, Any]:
     moe = model.moe
     if moe is None:
@@ -151,6 +190,8 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     factor = None if moe.topk_scaling_factor == 1 else moe.topk_scaling_factor
     return {
         **{argument: getattr(moe, field) for argument, field in _MOE.items()},
+        # Megatron-Core has the bias beside sigmoids alone
+        "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function == "sigmoid",
         "moe_router_topk_scaling_factor": factor,
         # 1 is Megatron's default: with a list it asks for keys by layer, even where all layers are alike
         "moe_layer_freq": 1 if all(moe.layer_freq) else [int(each) for each in moe.layer_freq],
@@ -178,7 +219,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     """
     try:
         for name in WITHOUT:
-            if args.get(name):
+            if args.get(name) and (name, args[name]) != ("experimental_attention_variant", "dsa"):
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
         return _read(args, padded_vocab_size, where)
@@ -237,6 +278,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_bias_linear=biased,
         add_qkv_bias=bool(args.get("add_qkv_bias")),
         mla=mla,
+        dsa=_read_dsa(args, num_layers),
         moe=_read_moe(args, num_layers, biased, where),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
         **_read_activation(args),

@@ -15,15 +15,18 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
+    ATTENTION_NORM_BIAS,
     EMBEDDING,
     FINAL_NORM,
+    FINAL_NORM_BIAS,
     MLP_NORM,
+    MLP_NORM_BIAS,
     OUTPUT,
     ROTARY,
     TIED,
     UNGATED_MLP,
 )
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
@@ -31,21 +34,13 @@ ARCHITECTURE = Architecture(
     rows=(
         *EMBEDDING,
         *ATTENTION_NORM,
-        Row(
-            "model.layers.{layer}.input_layernorm.bias",
-            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
-            ("hidden_size",),
-        ),
+        *ATTENTION_NORM_BIAS,
         *ATTENTION,
         *MLP_NORM,
-        Row(
-            "model.layers.{layer}.post_attention_layernorm.bias",
-            "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
-            ("hidden_size",),
-        ),
+        *MLP_NORM_BIAS,
         *UNGATED_MLP,
         *FINAL_NORM,
-        Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+        *FINAL_NORM_BIAS,
         *OUTPUT,
     ),
     config=(

@@ -51,20 +51,20 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
-    says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
-    this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype` says whether
-    values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's names, where
-    those are not the ones to write.
+    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers. `layers` says
+    in which layers there is one: those whose MLP is dense, those with experts, those with an indexer, or all. `gemm`
+    says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype`
+    says whether values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's
+    names, where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
     megatron: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str | int, ...]
     rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
-    layers: Literal["all", "dense", "moe"] = "all"
+    layers: Literal["all", "dense", "moe", "indexed"] = "all"
     gemm: bool = False
     keeps_dtype: bool = False
     as_stored: "Row | None" = None
@@ -85,7 +85,7 @@ class Row:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
-        return tuple(attrgetter(size)(model) for size in self.sizes)
+        return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -132,6 +132,8 @@ class Row:
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if self.layers == "indexed":
+            return model.has_indexer(layer)
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
 
     def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
@@ -151,6 +153,12 @@ class Either:
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     only_read: bool = False
+
+    @property
+    def second_is_in_memory(self) -> bool:
+        """Whether the second are transformers' names in memory: experts in one tensor, and any output is `lm_head`."""
+        stored = [name for row in self.second for name in row.hf]
+        return not self.only_read and any("[{expert}]" in name or name == "lm_head.weight" for name in stored)
 
 
 @dataclass(frozen=True)
@@ -187,15 +195,16 @@ class Architecture:
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
+        in_memory: bool = False,
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
         `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`."""
+        are `wanted`. `in_memory` are the names that the model's class has in memory: experts in one tensor."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif row.only_read and _any_stored(row.second, wanted, model):
+            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.second_is_in_memory):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _is_stored(row, stored, model):

@@ -50,7 +50,7 @@ ARCHITECTURE = Architecture(
         Row(
             "model.layers.{layer}.mlp.shared_expert_gate.weight",
             "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
-            ("shared_expert_gates", "hidden_size"),
+            (1, "hidden_size"),
             present=when("shared_expert_gate"),
             layers="moe",
         ),

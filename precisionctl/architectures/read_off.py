@@ -59,6 +59,7 @@ class ReadOff(Architecture):
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
+        in_memory: bool = False,
     ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 

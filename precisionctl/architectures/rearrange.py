@@ -128,6 +128,36 @@ class Alternating(_Computation):
         return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1),)
 
 
+class Squeezed(_Computation):
+    """Hugging Face keeps a vector as a matrix of one row."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0].squeeze(0)
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (whole[None],)
+
+
+class Scalar(_Computation):
+    """Hugging Face keeps a number as a tensor without dimensions, which FSDP2 does not take."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0][None]
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (whole.squeeze(0),)
+
+
+class OtherHalfFirst(_Computation):
+    """A matrix whose halves of columns are the other way around."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return torch.cat(parts[0].chunk(2, dim=1)[::-1], dim=1)
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (self.merge((whole,), model),)
+
+
 class Gamma:
     """A norm's weight, which either side may store as its difference from 1. The 1 is added or subtracted in FP32."""
 
@@ -149,3 +179,6 @@ VOCABULARY = Vocabulary()
 QKV = Grouped()
 GATE_UP = Halves()
 GAMMA = Gamma()
+SQUEEZED = Squeezed()
+SCALAR = Scalar()
+OTHER_HALF_FIRST = OtherHalfFirst()

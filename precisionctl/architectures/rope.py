@@ -24,6 +24,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _ORIGINAL = "original_max_position_embeddings"
 _LISTS = ("short_factor", "long_factor")
+_QUERY_SCALING = "llama_4_scaling_beta"
 
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
 """The keys of config.json that say it."""
@@ -31,6 +32,7 @@ KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
 PARAMETERS = frozenset(
     (*(name for kind in _KINDS.values() for names in kind for name in names), *_LISTS, "truncate")
     + ("rope_type", "type", "rope_theta", "partial_rotary_factor", "full_attention", "sliding_attention")
+    + (_QUERY_SCALING, "alpha")
 )
 """Everything that is read within `rope_parameters` or `rope_scaling`."""
 
@@ -41,22 +43,29 @@ def rope(
     scaling: Mapping[str, Any] | None = None,
     *,
     partial: bool = False,
+    query_scaling: bool = False,
     original: int | None = None,
 ) -> Rule:
     """`rope_parameters` of transformers 5, or the keys of transformers 4; with the family's defaults.
 
-    `partial` says whether the family heeds `partial_rotary_factor`; `original` is the context that its class takes for
-    the original one where config.json names none, whatever the scaling says.
+    `partial` says whether the family heeds `partial_rotary_factor`, `query_scaling` whether `llama_4_scaling_beta`;
+    `original` is the context that its class takes for the original one where config.json names none, whatever the
+    scaling says.
     """
 
     def read(config: Config, where: object) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        fields = read_rope(config, where, rotary_parameters(config, where) or scaling or {}, base, percent)
+        parameters = rotary_parameters(config, where) or scaling or {}
+        fields = {**read_rope(config, where, parameters, base, percent)}
         if not partial and fields["rotary_percent"] != 1:
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
                 where=where,
             )
+        if query_scaling and (beta := parameters.get(_QUERY_SCALING)) is not None:
+            if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
+                raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
+            fields["query_scaling_beta"] = beta
         return fields
 
     def write(model: ModelShape) -> Config:
@@ -65,6 +74,8 @@ def rope(
             config["partial_rotary_factor"] = model.rotary_percent
         if model.rope_scaling:
             config["rope_scaling"] = dict(model.rope_scaling)
+            if query_scaling:
+                config["rope_scaling"][_QUERY_SCALING] = model.query_scaling_beta
         elif scaling:
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
         return config

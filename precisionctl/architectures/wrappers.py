@@ -18,7 +18,7 @@ from precisionctl.architectures.moe_rows import EXPERTS, FUSED
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.rearrange import Transposed
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape, Wrapper
 from precisionctl.param import TensorSpec
 
@@ -198,11 +198,17 @@ class WrappedArchitecture(Architecture):
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
+        in_memory: bool = False,
     ) -> tuple[Row, ...]:
         assert self.wrapper is not None, "made by `wrapped`"
+        if in_memory and self.wrapper.body != IN_MEMORY[0]:
+            raise MappingError(
+                f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
+                do="Let transformers read the directory and save its state dict.",
+            )
         towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
         rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
-        return (*super().spelled(stored, model, respelled, wanted), *rows)
+        return (*super().spelled(stored, model, respelled, wanted, in_memory), *rows)
 
 
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:

@@ -192,12 +192,16 @@ class _Files:
         return path.stat().st_size
 
 
-def write_index(directory: Path, index: Index) -> None:
+Paths = Mapping[str, tuple[str | int, ...]]
+"""Where in a nested state dict each key's value is."""
+
+
+def write_index(directory: Path, index: Index, paths: Paths | None = None) -> None:
     """Write `.metadata` into `directory`, in which the pieces' files must be. Equal indexes give equal bytes."""
     metadata = _object(
         *(_METADATA, "Metadata"),
         state_dict_metadata=LazyDict(_entries(index)),
-        planner_data=None,
+        planner_data=None if paths is None else LazyDict(paths.items()),
         storage_data=LazyDict(_storage(index)),
         storage_meta=_object(_METADATA, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version="1.0.0",

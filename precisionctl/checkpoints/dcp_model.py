@@ -1,41 +1,55 @@
 """Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names, as trainers save it that have no names of
-their own: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp; and torchtitan's Llama.
+their own: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp; and torchtitan's Llama. AdamW's state
+is read with it where parameters have names in it.
 
 `.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 
-from torch import Tensor
-
 from precisionctl.architectures.families import read_model
-from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Chunk, Chunked, Companions, Hints, read_rows, whole
+from precisionctl.checkpoints import dcp, torchtitan
+from precisionctl.checkpoints.base import Chunk, Companions, Hints, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.dcp_optimizer import split_off
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
+from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import STATE, Layout, TensorSpec
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
 
-_NO_WEIGHTS = re.compile(r"(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+")
+ACCELERATE_OPTIMIZER = "optimizer_0"
+"""Where it has the optimizer."""
+
 _WRAPPERS = ("model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
-_INSIDE_MODEL = ("model.", "lm_head.", "module.", "transformer.", "gpt_neox.", "backbone.", "_orig_mod.")
-"""What comes next where `model.` is the trainer's and not the model's own."""
+_INSIDE_MODEL = (
+    "model.",
+    "lm_head.",
+    "transformer.",
+    "gpt_neox.",
+    "backbone.",
+    "tok_embeddings.",
+    "module.",
+    "_orig_mod.",
+)
+"""What comes next where `model.`, or the name of an application's own dict, is not the model's."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
-_TITAN = "tok_embeddings.weight"
+_TRAINER_STATE = "trainer_state.json"
 
 
 def directory_of(path: Path) -> Path | None:
@@ -44,7 +58,8 @@ def directory_of(path: Path) -> Path | None:
 
 
 class DcpModelReader:
-    """A model's weights in a DCP directory. Opening it reads `.metadata` alone.
+    """A model's weights in a DCP directory, and AdamW's moments, in the same one or in accelerate's beside it
+    (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
     config.json says which model it is.
@@ -53,24 +68,35 @@ class DcpModelReader:
     layout: Layout = "hf"
     container = "dcp"
     encodings: Mapping[str, Encoding] = {}
-    iteration = None
 
-    def __init__(self, path: Path, directory: Path, index: dcp.Index, hints: Hints) -> None:
+    def __init__(
+        self, path: Path, directory: Path, index: dcp.Index, hints: Hints, index_of_optimizer: dcp.Index | None = None
+    ) -> None:
         self.path, self._directory, self._hints = path, directory, hints
-        weights = {key: one for key, one in index.tensors.items() if not _NO_WEIGHTS.fullmatch(key)}
-        self.left = [key for key in index.tensors if key not in weights]
-        prefix = _wrapper(weights)
-        self._tensors = self._logical({key.removeprefix(prefix): one for key, one in weights.items()})
-        if _TITAN in self._tensors and self.model.architecture == "llama":
-            self._tensors = self._of_titan()
-            self._interleaved = True
-        else:
-            self._interleaved = False
-        self.specs: Mapping[str, TensorSpec] = {name: one.spec for name, one in self._tensors.items()}
-        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        weights, self._optimizer = split_off(index)
+        if index_of_optimizer:
+            self._optimizer = split_off(index_of_optimizer)[1]
+        self.left = self._optimizer.others
+        tensors = {"": self._logical(weights)}
+        tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
+        prefixes = {kind: f"{STATE}{kind}." if kind else "" for kind in tensors}
+        stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
+        self._stored = DcpTensors(stored)
+        self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
+        if torchtitan.EMBEDDING in tensors[""] and self.model.architecture == "llama":
+            self._places = {}
+            for kind, found in tensors.items():
+                names = {name: prefixes[kind] + name for name in found}
+                renamed = torchtitan.by_hf_names(self._stored, names, self.model, path)
+                self._places |= {prefixes[kind] + name: place for name, place in renamed.items()}
+        specs = {name: self._spec(place) for name, place in self._places.items()}
+        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
+        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
 
-    def _logical(self, stored: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
-        """The tensors by name, one for each expert of a stack."""
+    def _logical(self, named: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
+        """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
+        prefix = _wrapper(named)
+        stored = {name.removeprefix(prefix): one for name, one in named.items()}
         stacks = {name for name, one in stored.items() if _STACK.fullmatch(name) and len(one.shape) > 1}
         if sum(stored[name].shape[0] for name in stacks) > _MOST_EXPERTS:
             raise DamagedCheckpoint(f"more than {_MOST_EXPERTS} experts", where=self.path)
@@ -84,17 +110,29 @@ class DcpModelReader:
                 found[logical] = tensor
         return found
 
-    def _of_titan(self) -> dict[str, LogicalTensor]:
-        """The tensors of torchtitan's Llama by Hugging Face's names."""
-        if self.model.kv_channels % 2:
-            what = f"heads of {self.model.kv_channels} rows (head_dim): rotary embeddings turn pairs of them"
-            raise DamagedCheckpoint(what, where="config.json")
-        stored: dict[str, str] = {}
-        for name in self._tensors:
-            if (first := stored.setdefault(_of_titan(name), name)) != name:
-                what = f"`{first}` and `{name}` are both `{_of_titan(name)}`"
-                raise DamagedCheckpoint(what, where=self.path, do="Save one model, under one set of names.")
-        return {logical: self._tensors[name] for logical, name in stored.items()}
+    def _spec(self, place: str | torchtitan.Heads) -> TensorSpec:
+        if isinstance(place, str):
+            return self._stored.specs[place]
+        return TensorSpec(place.shape, self._stored.specs[place.name].dtype)
+
+    @cached_property
+    def trainer_run(self) -> TrainerRun:
+        """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
+        left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
+        return TrainerRun(self._optimizer.updates(self.path), self._optimizer.adam(), left)
+
+    @cached_property
+    def iteration(self) -> int | None:
+        """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
+        path = self.path / _TRAINER_STATE
+        if has_file(path, self.path):
+            step = parse_json(read_file(path, self.path), path).get("global_step")
+            if type(step) is not int or not 0 <= step < 1 << 63:
+                raise DamagedCheckpoint("it names no step", where=path)
+            return step
+        with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
+            return self.trainer_run.updates
+        return None
 
     @cached_property
     def own_companions(self) -> Companions:
@@ -118,7 +156,8 @@ class DcpModelReader:
                 "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
             )
         path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path, self._tensors)
+        weights = [name for name in self._stored.specs if not name.startswith(STATE)]
+        return read_model(parse_json(self.companions.files["config.json"], path), path, weights)
 
     @cached_property
     def fp8(self) -> Fp8States | None:
@@ -126,21 +165,39 @@ class DcpModelReader:
 
     @property
     def files(self) -> Sequence[Path]:
-        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
+        return self._stored.files
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        place = self._places[name]
+        if isinstance(place, str):
+            return self._stored.chunks(place)
+        return [Chunk(whole(self._spec(place)), place)]
+
+
+class DcpTensors:
+    """Tensors in pieces, by name."""
+
+    def __init__(self, tensors: Mapping[str, LogicalTensor]) -> None:
+        self._tensors = tensors
+        self.specs = {name: one.spec for name, one in tensors.items()}
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
             self._chunks[name] = chunks_of(name, self._tensors[name])
-        if self._interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
-            turned = _HalvesOfHeads(_AsStored(self.specs, self._chunks), name, self.model)
-            return [Chunk(whole(self.specs[name]), turned)]
         return self._chunks[name]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
 
 
 def _wrapper(names: Iterable[str]) -> str:
-    """What wrappers have put before all names."""
+    """What wrappers have put before all names, or an application that saves its model in a dict of its own."""
     names = list(names)
     common, end = commonprefix(names), 0
+    if (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:
+        end = len(word[0]) if any(name.startswith(_INSIDE_MODEL, len(word[0])) for name in names) else 0
     while wrapper := next((one for one in _WRAPPERS if common.startswith(one, end)), None):
         start = end + len(wrapper)
         if wrapper == "model." and not any(name.startswith(_INSIDE_MODEL, start) for name in names):
@@ -149,49 +206,4 @@ def _wrapper(names: Iterable[str]) -> str:
     return common[:end]
 
 
-_TITAN_NAMES = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-}
-"""torchtitan's names of a Llama (torchtitan/models/llama3, 0.3.0 and older), as expressions, and Hugging Face's."""
-
-
-def _of_titan(name: str) -> str:
-    """Hugging Face's name for torchtitan's; any other name as it is."""
-    return next((re.sub(old, new, name) for old, new in _TITAN_NAMES.items() if re.fullmatch(old, name)), name)
-
-
-@dataclass(frozen=True)
-class _AsStored:
-    """Tensors as they are stored."""
-
-    specs: Mapping[str, TensorSpec]
-    places: Mapping[str, Sequence[Chunk]]
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.places[name]
-
-
-@dataclass(frozen=True)
-class _HalvesOfHeads:
-    """Queries or keys whose pairs of rotary rows stand beside each other, with the halves of each head one below the
-    other, as Hugging Face has them (torchtitan, Llama3StateDictAdapter)."""
-
-    stored: Chunked
-    name: str
-    model: ModelShape
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, columns]`."""
-        size = self.model.kv_channels
-        first, last = row // size, -(-(row + rows) // size)
-        heads = read_rows(self.stored, self.name, first * size, (last - first) * size)
-        halves = heads.view(last - first, size // 2, 2, -1).transpose(1, 2).reshape(heads.shape)
-        return halves[row - first * size :][:rows]
+_APPLICATION = re.compile(r"[A-Za-z_]\w{0,40}\.")

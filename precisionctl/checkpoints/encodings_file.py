@@ -104,6 +104,19 @@ class WeightEncodings:
     def input_amax(self, name: str) -> Tensor | None:
         """The amax, FP32 `[]`, that the fixed scale of a weight's input was made from; None where there is none. Raises
         DamagedCheckpoint for a scale that is negative or NaN, or of an amax that FP32 does not hold."""
+        fixed = self._fixed_scale_of_input(name)
+        return fixed and fixed[1]
+
+    def input_scale(self, name: str) -> float | None:
+        """The same as FP8 codes have it, as scale_inv."""
+        fixed = self._fixed_scale_of_input(name)
+        if fixed is None:
+            return None
+        stored, amax = fixed
+        return float(stored if self.scales[name].global_scale is None else amax / E4M3.largest)
+
+    def _fixed_scale_of_input(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """As stored, and the amax that it was made from; both FP32 `[]`."""
         scales = self.scales[name]
         if scales.input is None:
             return None
@@ -111,15 +124,7 @@ class WeightEncodings:
         amax = scales.input_amax(stored)
         if not (bool(amax.isfinite() & stored.isfinite()) and stored >= 0):
             raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
-        return amax
-
-    def input_scale(self, name: str) -> float | None:
-        """The same as FP8 codes have it, as scale_inv."""
-        scales, amax = self.scales[name], self.input_amax(name)
-        if scales.input is None or amax is None:
-            return None
-        stored = read_tensor(self.stored, scales.input).float().reshape(())
-        return float(stored if scales.global_scale is None else amax / E4M3.largest)
+        return stored, amax
 
 
 class StoredTensors:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
-from precisionctl.checkpoints.dcp_model import ACCELERATE, DcpModelReader, directory_of
+from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -35,7 +35,11 @@ def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINT
         check_link(directory, path)
         index = dcp.read_index(directory)
         if not any(key.endswith(EMBEDDING) for key in index.tensors):
-            return DcpModelReader(path, directory, index, hints)
+            apart = directory.parent / ACCELERATE_OPTIMIZER
+            if directory == path or not _is_complete(apart):
+                return DcpModelReader(path, directory, index, hints)
+            check_link(apart, path)
+            return DcpModelReader(path, directory, index, hints, dcp.read_index(apart))
     return TorchDistReader(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
 
 

@@ -175,19 +175,27 @@ class HuggingFaceWriter:
     def finish(self, fp8: Fp8States | None) -> None:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
-        config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
-        config.pop("quantization_config", None)
-        if isinstance(config.get("text_config"), dict):
-            config["text_config"].pop("quantization_config", None)
-        config.pop("transformers_weights", None)  # the files have other names
+        config = config_of_values(self.companions, self.config, self.specs)
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
-        config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
         (self.directory / "config.json").write_bytes(to_json(config))
         self._files.write_index()
         if fp8 is not None:
             sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
+
+
+def config_of_values(
+    companions: Companions, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> dict[str, Any]:
+    """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
+    found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
+    found.pop("quantization_config", None)
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"].pop("quantization_config", None)
+    found.pop("transformers_weights", None)  # the files have other names
+    found["dtype" if "dtype" in found else "torch_dtype"] = config_dtype(specs)
+    return found
 
 
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:

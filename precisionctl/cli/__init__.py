@@ -18,7 +18,8 @@ from precisionctl.cli.writing import convert, export_inference
 def main(debug: bool) -> None:
     """Carry Megatron and Hugging Face checkpoints, with their FP8 state, between BF16 and FP8.
 
-    Exit codes: 0 done, 1 failed or differs, 2 wrong usage, 75 stopped: the same command continues.
+    Exit codes: 0 done, 1 failed or differs, 2 wrong usage, 3 a gap is too large
+    (compare), 75 stopped: the same command continues.
     """
 
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: errors as one panel, and results as JSON on stdout."""
+"""Shared by all commands: every error in one form, and results as JSON on stdout."""
 
 import json
 import math
@@ -9,11 +9,20 @@ from typing import Any
 
 import click
 
-from precisionctl.errors import DamagedCheckpoint, EnvironmentProblem, PrecisionctlError, UnexpectedError
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    EnvironmentProblem,
+    PrecisionctlError,
+    RecipeError,
+    SystemProblem,
+    UnexpectedError,
+)
 
 
 class Commands(click.Group):
-    """A click group that shows every error as one panel and exits with 1; `--debug` shows the traceback."""
+    """A click group that shows every error in one way and exits with 1, or with 2 where what was asked for makes no
+    sense; `--debug` shows the traceback. With `--json`
+    the error is on stdout, too, as an object."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         _replace_closed_streams()
@@ -29,11 +38,28 @@ class Commands(click.Group):
                 raise
             from precisionctl import console
 
-            console.show_error(error if isinstance(error, PrecisionctlError | OSError) else unexpected(error))
-            ctx.exit(1)
+            told = in_our_words(error)
+            console.show_error(told)
+            if ctx.meta.get(JSON_WANTED):
+                kind = type(told).__name__
+                print_json({"error": {"kind": kind, "what": told.what, "where": told.where, "do": told.do}})
+            ctx.exit(2 if isinstance(told, RecipeError) else 1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their registration, not of the alphabet
+
+
+JSON_WANTED = "precisionctl.json"
+"""Whether the command was asked for JSON, in click's `ctx.meta`."""
+
+
+def in_our_words(error: Exception) -> PrecisionctlError:
+    """Any error as one of ours."""
+    if isinstance(error, PrecisionctlError):
+        return error
+    if isinstance(error, OSError):
+        return SystemProblem(error.strerror or str(error), where=error.filename or "")
+    return unexpected(error)
 
 
 def unexpected(error: Exception) -> PrecisionctlError:

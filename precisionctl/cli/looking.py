@@ -13,11 +13,13 @@ from precisionctl.cli.options import (
     FILE,
     NEW_PATH,
     POSITIVE,
+    TOO_FAR,
     Percent,
     grouped_columns_option,
     iteration_option,
     json_option,
 )
+from precisionctl.errors import printable
 
 if TYPE_CHECKING:
     from precisionctl.fp8.grouped import ColumnOrder
@@ -183,12 +185,18 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
 
 @click.command(short_help="Compare the loss curves of runs; with --max-gap, as a gate.")
 @click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
-@click.option("--max-gap", type=Percent(), help="Exit with 1 if a mean gap over the last 100 steps is larger, e.g. 1%.")
+@click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger, e.g. 1%.")
+@click.option("--last", type=POSITIVE, default=100, show_default=True, help="Mean gaps are over this many last steps.")
 @click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
 @click.option("--html", type=NEW_PATH, help="Write table and curves to one self-contained page.")
 @json_option
 def compare(
-    runs: tuple[Path, ...], max_gap: float | None, png: Path | None, html: Path | None, json_wanted: bool
+    runs: tuple[Path, ...],
+    max_gap: float | None,
+    last: int,
+    png: Path | None,
+    html: Path | None,
+    json_wanted: bool,
 ) -> None:
     """Compare the loss curves of runs with the first RUN.
 
@@ -199,16 +207,17 @@ def compare(
     from precisionctl import console
     from precisionctl.reports import compare_runs as report
 
-    comparison = report.compare(runs)
+    comparison = report.compare(runs, last)
+    verdict = "" if max_gap is None else comparison.verdict(max_gap)
     if png or html:
-        report.draw(comparison, png=png, html=html)
+        report.draw(comparison, png=png, html=html, verdict=verdict)
     if json_wanted:
         print_json(comparison.as_json())
     else:
         console.show_tables(comparison.tables())
-    if max_gap is not None and not comparison.within(max_gap):
-        click.echo(f"A mean gap is larger than {max_gap:.2%}.", err=True)
-        raise click.exceptions.Exit(1)
+    if max_gap is not None and comparison.beyond(max_gap):
+        click.echo(printable(verdict), err=True)
+        raise click.exceptions.Exit(TOO_FAR)
 
 
 @click.command("eval", short_help="Measure perplexity, or lm-eval's tasks.")

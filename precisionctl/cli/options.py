@@ -10,10 +10,14 @@ from typing import Any
 
 import click
 
+from precisionctl.cli.group import JSON_WANTED
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
 """Exit code of a command that was stopped and saved, so that the same command continues (EX_TEMPFAIL of sysexits.h)."""
+
+TOO_FAR = 3
+"""Exit code of `compare` where a run is further from the first than its gate allows."""
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
@@ -41,16 +45,15 @@ CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):
-    """A ratio, written `1%` or `0.01`."""
+    """A ratio, written `1%`. A bare number is refused: whoever writes `1` may mean a hundredth or the whole."""
 
     name = "percent"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value)
-        try:
-            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
+        found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", str(value))
+        if not found:
             self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
+        return float(found[1]) / 100
 
 
 class Size(click.ParamType[int]):
@@ -78,7 +81,14 @@ class Duration(click.ParamType[timedelta]):
         return timedelta(hours=hours, minutes=minutes, seconds=seconds)
 
 
-json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
+def _want_json(ctx: click.Context, param: click.Parameter, wanted: bool) -> bool:
+    ctx.meta[JSON_WANTED] = wanted  # an error is shown by the group, which has no such option
+    return wanted
+
+
+json_option = click.option(
+    "--json", "json_wanted", is_flag=True, callback=_want_json, help="Print JSON on stdout instead of tables."
+)
 grouped_columns_option = click.option(
     "--grouped-columns",
     type=click.Choice(["gemm", "role"]),

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 @click.command(short_help="Convert between Hugging Face and Megatron, BF16 and FP8.")
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
-@click.option("--to", type=click.Choice(["hf", "megatron"]), required=True, help="Layout of the result.")
+@click.option(
+    "--to",
+    type=click.Choice(["hf", "megatron", "dcp"]),
+    required=True,
+    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names.",
+)
 @click.option(
     "--precision",
     type=click.Choice(["keep", "bf16", "fp32", "fp8"]),
@@ -61,7 +66,7 @@ if TYPE_CHECKING:
 @fp8_state_option
 @include_option
 @exclude_option
-@click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
+@click.option("--drop-optimizer", is_flag=True, help="Leave the optimizer and its schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
 @click.option(
     "--reference",
@@ -83,6 +88,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     from precisionctl.commands.request import Request
 
     try:
+        if what["to"] == "dcp":
+            what |= {"to": "hf", "container": what["container"] or "dcp"}
         request = Request(recipe=precision_of(recipe, megatron), **what)
     except RecipeError as error:  # options that contradict one another
         raise click.UsageError(str(error)) from error

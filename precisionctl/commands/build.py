@@ -9,16 +9,18 @@ from typing import Any
 from precisionctl import __version__
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
+from precisionctl.checkpoints.dcp_writer import DcpWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, of_megatron, trainer_run_of
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
-from precisionctl.commands.request import Request
+from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
+from precisionctl.commands.request import DCP, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import OutputError
@@ -69,6 +71,13 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     )
 
 
+def _trainer_run(source: Source) -> TrainerRun | None:
+    """What is known of the run whose optimizer is converted, too."""
+    if source.trained and of_trainer(source.trained):
+        return source.trained.trainer_run
+    return trainer_run_of(source.trained) if source.trained and of_megatron(source.trained) else None
+
+
 def _open_output(destination: Path, *sources: Path | None) -> Output:
     """The output, which must not overlap any of `sources`. The destination may exist if a journal is beside it: then
     `execute` finds out whether it is this same result."""
@@ -91,12 +100,15 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
+    config = _config(plan)
+    if request.container == DCP:
+        return DcpWriter(output.partial, plan.targets, companions, config, _trainer_run(source))
     if request.to == "hf":
         return HuggingFaceWriter(
             output.partial,
             plan.targets,
             companions,
-            _config(plan),
+            config,
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
             max_shard_size=request.max_shard_size,

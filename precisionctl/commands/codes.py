@@ -17,10 +17,11 @@ from precisionctl.commands.notes import (
 )
 from precisionctl.commands.request import TE, Request
 from precisionctl.commands.source import Source
+from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.errors import PrecisionError, RecipeError, nearest
 from precisionctl.export import kv_cache
-from precisionctl.export.as_before import AsBefore, in_powers_of_2
+from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
@@ -82,6 +83,7 @@ def for_engine(request: Request, source: Source) -> Result:
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
+    notes += edge_notes(source.encodings, plan)
     if isinstance(model, UntabledModel) and engine.name == "transformers":
         if form.method.name == "compressed-tensors" and any(is_slice(name) for name in plan.targets):
             raise PrecisionError(
@@ -117,8 +119,8 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
             f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
         )
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
-    if scheme == "block" and source.codes is not None and in_powers_of_2(source.codes):
-        numbers = "powers of 2"
+    if scheme == "block" and source.codes is not None and (in_powers_of_2(source.codes) or all_mxfp4(source.codes)):
+        numbers = "powers of 2"  # which MXFP4 needs to stay what it is
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
 
 
@@ -148,10 +150,10 @@ _IN_BF16 = "Inputs are not quantized."
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of a name. Raises PrecisionError, with the known names, for another."""
+    """The engine of a name. Raises RecipeError for another, with what is perhaps meant."""
     known = engines()
     if name not in known:
-        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join((*known, TE))}.")
+        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, TE)))
     return known[name]
 
 
@@ -163,6 +165,7 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
+        *edge_notes(encodings, plan),
         *left_behind_notes(reader),
         *adapter_notes(reader),
         *companion_notes(reader),

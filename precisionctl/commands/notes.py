@@ -13,6 +13,7 @@ from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached_experts
@@ -77,11 +78,13 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if not of_megatron(reader):
-        return
-    if not carried and (optimizer := reader.optimizer_specs):
+    if carried and of_trainer(reader):
+        yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
+    if not carried and (of_megatron(reader) or of_trainer(reader)) and (optimizer := reader.optimizer_specs):
         size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
         yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.3g} GB. The result is weights only."
+    if not of_megatron(reader):
+        return
     if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
     older = sidecar.find(reader.path)
@@ -96,6 +99,15 @@ def adapter_notes(reader: Reader) -> Iterator[str]:
         yield (
             f"Of the base's {len(reader.base.specs)} tensors the adapter changes {changed} and replaces {replaced}; "
             "the others are the base's."
+        )
+
+
+def decoded_base_notes(reader: Reader) -> Iterator[str]:
+    """A note that the base of an adapter has codes, where the result is to have values."""
+    if isinstance(reader, AdapterReader) and reader.base.encodings:
+        yield (
+            f"{len(reader.base.encodings)} weights of the base are codes; the result has all weights as values. "
+            "--to hf --precision fp8 makes codes again."
         )
 
 

@@ -22,6 +22,9 @@ TE = "te"
 
 TE_TITLE = "PyTorch with Transformer Engine"
 
+DCP = "dcp"
+"""The container of PyTorch's own checkpoints, with an optimizer under Hugging Face's names."""
+
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
 _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
@@ -31,7 +34,7 @@ _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
     "fp8": torch.bfloat16,
 }
 
-CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin", DCP), "megatron": ("torch_dist", "torch")}
 """The containers that can be written in each layout; the first is the default."""
 
 
@@ -92,8 +95,8 @@ class Request:
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
-        if self.container == "bin" and self.for_inference:
-            raise RecipeError("FP8 weights are not written as bin", do="Leave --container out.")
+        if self.container in ("bin", DCP) and self.for_inference:
+            raise RecipeError(f"FP8 weights are not written as {self.container}", do="Leave --container out.")
         if self.architecture is not None and self.reference is not None:
             raise RecipeError("--reference already says the family", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":
@@ -134,6 +137,11 @@ class Request:
     def for_inference(self) -> bool:
         """Whether the result is a Hugging Face directory in FP8."""
         return self.to == "hf" and self.precision == "fp8"
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Whether the result has a place for an optimizer."""
+        return not self.drop_optimizer and (self.to == "megatron" or self.container == DCP)
 
     @property
     def fills_extra_state(self) -> bool:

@@ -11,7 +11,8 @@ from precisionctl.checkpoints.huggingface_files import spelling_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.request import Request
+from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
+from precisionctl.commands.request import DCP, Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
@@ -35,7 +36,7 @@ class Source:
     plan: Plan
     encodings: WeightEncodings | None
     known: KnownState
-    trained: MegatronReader | None
+    trained: MegatronReader | TrainedReader | None
 
     @cached_property
     def calibrated(self) -> Fp8States | None:
@@ -70,16 +71,18 @@ def open_source(request: Request) -> Source:
     method = method_of(encodings)
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
         encodings = None  # engines read such codes as they were released, and no others of these weights
-    goes_along = request.to == "megatron" and not request.drop_optimizer
-    trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
+    trained = None
+    if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
+        trained = reader
     plan = make_plan(
         reader,
         request.to,
         dtype=request.dtype,
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference,
+        respelled=request.for_inference or reader.container == DCP,
         wanted=encodings.weights if encodings and request.for_inference else (),
+        state_dict=request.container == DCP,
     )
     if request.include or request.exclude:
         plan = choose(plan, request.include, request.exclude)

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, carry_trainer_run, of_megatron
+from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
     code_notes,
     companion_notes,
+    decoded_base_notes,
     decoded_notes,
     family_notes,
     known_state_notes,
@@ -38,8 +40,10 @@ def as_values(request: Request, source: Source) -> Result:
     if request.precision == "fp8":
         check_fp8_gemms(plan, request.numerics(plan.model))
     run = NO_RUN
-    if source.trained:  # rank files have no place for the states of generators
+    if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
         run = carry_run(source.trained, request.parallelism, generators=request.container != "torch")
+    elif source.trained and of_trainer(source.trained):
+        run = carry_trainer_run(source.trained, request.parallelism)
     live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
     notes = [
         *_notes(request, source, run),
@@ -57,6 +61,7 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from family_notes(reader, request.to, told=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
+    yield from decoded_base_notes(reader)
     yield from companion_notes(reader)
     if request.to == "megatron":
         yield from tower_notes(plan)

@@ -15,8 +15,10 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.conversion.convert import OnBytes, check, run
-from precisionctl.conversion.findings import Findings, changed_notes, nan_notes, zeroed_notes
+from precisionctl.conversion.edges import changed_notes
+from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
 from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal, was_finished
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
@@ -49,7 +51,7 @@ class PlannedCommand:
     digest: str
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
-    trained: MegatronReader | None = None
+    trained: MegatronReader | TrainedReader | None = None
     encodings: WeightEncodings | None = None
 
     @property
@@ -171,7 +173,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
     notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]
     if encodings and plan.quantization:
-        notes += changed_notes(found.changed, encodings, {name: plan.targets[name] for name in plan.codes})
+        notes += changed_notes(found.changed, encodings, plan)
     if callable(states):
         states, state_notes = states(found.amax)
         notes += state_notes

@@ -4,17 +4,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.param import TensorSpec
-
 
 @dataclass
 class Findings:
     """What jobs found out, and the `notes` for the user that follow from it.
 
     `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
-    each tensor that could not keep all its scales, the number of codes that differ from before. `with_nan` are tensors
-    with NaN, among those whose values were cast or encoded. `zeroed` has the share of elements that became zero, for
+    each tensor that could not keep all its scales, the number of codes that differ from before, or, on an edge that
+    rounds (`conversion/edges.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
+    encoded. `zeroed` has the share of elements that became zero, for
     tensors where it exceeds the limit beyond which `inspect --fp8` advises against FP8 (fp8.statistics.UNDERFLOW).
     """
 
@@ -66,33 +64,4 @@ def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
         yield (
             f"WARNING: many elements became 0 in {len(worst)} of the tensors ({first}): the largest one takes up all "
             "of FP8's range. Leave such modules out with keep_bf16 in a --recipe, or choose a --scheme of finer scales."
-        )
-
-
-def changed_notes(
-    changed: Mapping[str, int], encodings: WeightEncodings, codes: Mapping[str, TensorSpec]
-) -> Iterator[str]:
-    """What became of those weights among the result's `codes` that were codes before; `changed` as in Findings."""
-    again = encodings.weights.keys() & codes.keys()
-    others = {name for name in again if encodings.weights[name].element != codes[name].element}
-    if again - others or not others:
-        same = len(again) - len(others) - len(changed.keys() - others)
-        yield f"{same} of {len(again) - len(others)} weights have the same codes and scales as before."
-    if others:
-        exact = len(others - changed.keys())
-        before = sorted({encodings.weights[name].element.name for name in others})
-        now = " and ".join(
-            sorted({"FP8" if codes[name].element.bits == 8 else codes[name].element.name for name in others})
-        )
-        yield (
-            f"{exact} of {len(others)} weights are exactly the numbers that they were as codes of "
-            f"{' and '.join(before)}, under the scales that they had; the rest is rounded to {now}."
-        )
-    if changed:
-        total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
-        number = sum(changed.values())
-        worst = max(changed, key=lambda name: changed[name])
-        yield (
-            f"{len(changed)} have blocks with new scales (their values have changed, their rows were split, or other "
-            f"blocks were asked for): {number:,.0f} of {total:,} codes differ, most of them in {worst}."
         )

@@ -18,9 +18,8 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
@@ -30,8 +29,8 @@ _ROWS = 4
 
 def digest_weights(reader: Reader) -> str:
     """The digest of an open checkpoint's weights, of a wrapper those of its text model: SHA-256 in hexadecimal. Raises
-    as `make_plan` and `read_rows`."""
-    return _digest(make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron").text, reader)
+    as `plan_weights` and `read_rows`."""
+    return _digest(plan_weights(reader).text, reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
@@ -132,3 +133,49 @@ class GroupInputs:
             return Quantized(Operand(codes.view(tokens, -1), scale_inv.view(tokens, -1)))
         decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]
         return Quantized(Operand(decoded, decoded.new_ones(())))
+
+
+@dataclass(frozen=True)
+class Nvfp4Inputs:
+    """Inputs `[tokens, in]` in NVFP4 under a fixed global scale, FP32 `[]`, a `divisor`: 2688 over the amax that it was
+    made from. A group of 16 has its amax / 6 times that, rounded to E4M3; values are multiplied by the reciprocal of
+    what codes are then worth, as vLLM's kernel does it (csrc/quantization/fp4/nvfp4_utils.cuh, cvt_warp_fp16_to_fp4).
+    """
+
+    divisor: Tensor
+    words = "static global"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        groups = values.float().reshape(-1, NVFP4_GROUP)
+        wanted = self.divisor * (groups.abs().amax(1, keepdim=True) * (1 / E2M1_MAX))
+        scales = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+        quotients = groups * (scales / self.divisor).reciprocal()
+        numbers = torch.where(scales > 0, _as_e2m1(quotients), 0.0)
+        return Quantized(Operand((numbers * scales).view(values.shape), self.divisor.reciprocal()))
+
+
+@dataclass(frozen=True)
+class Mxfp4Inputs:
+    """Inputs `[tokens, in]` in MXFP4: for 32 of a token the power of two above amax / 6, as FlashInfer's kernel rounds
+    it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16."""
+
+    words = "dynamic per-32"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        groups = values.float().reshape(-1, MXFP4_GROUP)
+        scales = numerics.power_of_2_above(groups.abs().amax(1, keepdim=True) * (1 / E2M1_MAX))
+        decoded = _as_e2m1(groups / scales).mul_(scales).view(values.shape)
+        return Quantized(Operand(decoded, decoded.new_ones(())))
+
+
+InputQuantizer = StaticInputs | TokenInputs | GroupInputs | Nvfp4Inputs | Mxfp4Inputs
+
+
+def _as_e2m1(values: Tensor) -> Tensor:
+    """The nearest numbers of E2M1, FP32 `[groups, size]`; of two the even one."""
+    packed = torch.empty(len(values), values.shape[1] // 2, dtype=torch.uint8, device=values.device)
+    ones, scratch = values.new_ones(1, 1).expand(len(values), 1), values.new_empty(nibbles.SCRATCH)
+    nibbles.encode(values, "E2M1", ones, packed, scratch)
+    numbers = torch.empty_like(values)
+    nibbles.decode(packed, "E2M1", ones, numbers, scratch)
+    return numbers

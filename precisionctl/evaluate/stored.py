@@ -23,7 +23,10 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import (
     GroupInputs,
+    InputQuantizer,
+    Mxfp4Inputs,
     NativeStoredBlocks,
+    Nvfp4Inputs,
     StaticInputs,
     StoredBlocks,
     StoredWeight,
@@ -31,8 +34,9 @@ from precisionctl.evaluate.quantizers import (
     has_block_gemms,
 )
 from precisionctl.export.kv_cache import stored_scales
+from precisionctl.export.weight_encodings import method_of, stored_weight_encodings
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.elements import E4M3
+from precisionctl.fp8.elements import E4M3, Packing
 from precisionctl.fp8.encoding import Encoding, by_rows
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
@@ -65,20 +69,13 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     if plain:
         return model, stored
     if not precision.fp8:
-        words = _use_stored_codes(model, reader, plan) or _decoded(reader, stored)
+        codes = _use_stored_codes(model, reader, plan)
+        words = f"{stored}, with {codes}" if codes and codes.startswith("weights") else codes or stored
         return model, words + _round_cache(model, reader, plan)
     if states:
         for name, linear in fp8_linears(model).items():
             linear.set_fp8_state(states.modules[name])
     return model, f"FP8 with {NAMES[precision.scaling]} scaling, {stored} weights"
-
-
-def _decoded(reader: Reader, stored: str) -> str:
-    """The precision of a model that has no FP8 codes."""
-    if packed := in_four_bits(reader):
-        names = " and ".join(sorted({packing.name for packing in packed.values()}))
-        return f"{stored}, with weights from {names}"
-    return stored
 
 
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
@@ -137,9 +134,8 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     largest of its weights and experts, as in engines. Returns the precision in words; None without codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
-    device = model.output_weight.device
-    codes = set(reader.encodings).difference(in_four_bits(reader))  # which meets inputs in BF16, in engines too
-    stored = [job for job in plan.jobs if codes.intersection(job.reads)]
+    device, packed = model.output_weight.device, in_four_bits(reader)
+    stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
         for name in job.reads:
@@ -147,22 +143,47 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     kinds: dict[str, None] = {}
     for job in stored:
         weight: Quantizer
-        groups = None
-        if _by_row(reader, job):
+        inputs: InputQuantizer | None
+        if packing := packed.get(job.reads[0]):
+            inputs = _four_bit_inputs(reader, job, packing, device)
+            if inputs is None:  # values meet inputs as they are, in engines too
+                kinds[f"weights from {packing.name}"] = None
+                continue
+            weight = _stored_blocks(reader, job, plan, device)
+        elif _by_row(reader, job):
             weight = _stored_weight(reader, job, plan, device)
+            inputs = _static_inputs(fixed[job.module], device) or TokenInputs()
         else:
             squares = None if fixed[job.module] else _stored_squares(reader, job, plan, device)
             weight = squares or _stored_blocks(reader, job, plan, device)
             groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
-        inputs = _inputs(fixed[job.module], groups, device)
+            inputs = _static_inputs(fixed[job.module], device) or groups
         # A linear requires a quantizer of its gradient too; no gradient is computed here.
         _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
-        kinds[inputs.words] = None
-    return f"FP8 codes with {' and '.join(kinds)} input scales" if stored else None
+        kinds[f"{packing.name if packing else 'FP8'} codes with {inputs.words} input scales"] = None
+    return " and ".join(kinds) or None
 
 
-def _inputs(fixed: float, groups: GroupInputs | None, device: torch.device) -> StaticInputs | TokenInputs | GroupInputs:
-    return StaticInputs(torch.tensor(fixed, device=device)) if fixed else groups or TokenInputs()
+def _static_inputs(scale_inv: float, device: torch.device) -> StaticInputs | None:
+    return StaticInputs(torch.tensor(scale_inv, device=device)) if scale_inv else None
+
+
+def _four_bit_inputs(
+    reader: Reader, job: Job, packing: Packing, device: torch.device
+) -> Nvfp4Inputs | Mxfp4Inputs | None:
+    """How engines round the inputs of weights of four bits; None where they do not. Of several global scales that are
+    computed as one, engines take the largest number that is stored."""
+    encodings = stored_weight_encodings(reader)
+    method = method_of(encodings)
+    if encodings is None or method is None:
+        return None
+    scales = [encodings.scales[name] for name in job.reads]
+    if any(each.input for each in scales):
+        stored = torch.stack([read_tensor(encodings.stored, each.input).reshape(()) for each in scales if each.input])
+        largest = stored.float().amax().to(device)
+        return Nvfp4Inputs(largest if scales[0].divides else largest.reciprocal())
+    formats = method.read(encodings.quantization).formats
+    return Mxfp4Inputs() if any(form.same_inputs and form.packing == packing for form in formats) else None
 
 
 def _by_row(reader: Reader, job: Job) -> bool:

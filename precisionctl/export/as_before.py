@@ -126,3 +126,8 @@ class AsBefore:
 def in_powers_of_2(encodings: WeightEncodings) -> bool:
     """Whether the quantization config says that scales of blocks are powers of two."""
     return POWERS_OF_2.items() <= encodings.quantization.items()
+
+
+def all_mxfp4(encodings: WeightEncodings) -> bool:
+    """Whether all codes are MXFP4, whose values larger blocks hold too if their scales are powers of two."""
+    return all(spec.packing is not None and spec.packing.name == "MXFP4" for spec in encodings.weights.values())

@@ -43,10 +43,14 @@ class BlockScales:
         self.highest = torch.zeros(shape) if zero_points else None
         self.candidate, self.zeros = torch.zeros(shape), torch.zeros(shape) if zero_points else None
         self.global_scale: GlobalScale | None = None
-        if carried and (carried.block, carried.element) == (block, element):
-            if _direction(carried.global_scale) == divides:
-                self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
-                self.global_scale = carried.global_scale
+        self._as_carried = (
+            carried is not None
+            and (carried.block, carried.element) == (block, element)
+            and (_direction(carried.global_scale), carried.zeros is not None) == (divides, zero_points)
+        )
+        if carried and self._as_carried:
+            self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
+            self.global_scale = carried.global_scale
         elif carried and carried.zeros is None and divides is None and not zero_points:
             self.candidate = carried.in_blocks(rows, columns, block)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
@@ -85,14 +89,12 @@ class BlockScales:
         self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the codes that were `made` are other than under the scales that were carried; where these were of
-        eight bits and codes have four, how many values are."""
+        """How many of the codes that were `made` are other than under the scales that were carried; between formats of
+        which one has four bits, how many values they do not stand for."""
         before = self.carried
         assert before is not None
-        if before.element.bits == 8 and self.element.bits == 4:
+        if not self._as_carried and 4 in (before.element.bits, self.element.bits):
             return int((made.decode_rows(codes, row).to(values.dtype) != values).sum())
-        if before.element.bits == 4 and before.element != self.element:  # its numbers are FP8's too
-            before = Encoding(self.element, before.multipliers, before.block)
         return self.element.differing(before.encode_rows(values, row), codes)
 
     @property

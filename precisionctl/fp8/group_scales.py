@@ -6,7 +6,6 @@ An amax is FP32 `[rows, groups]`, finite. No scale is zero, so that codes can al
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import nibbles
@@ -122,28 +121,3 @@ def packed_zero_points(zeros: Tensor) -> Tensor:
 def _laid_out(words: Tensor) -> Tensor:
     """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
     return torch.empty(words.shape, dtype=words.dtype).copy_(words)
-
-
-_SPAN_IN_E4M3 = 14
-"""From 6 * 2^6 = 384 down to 0.5 * 2^-8 = 2^-9, with 1.5 * 2^-8 between its neighbours."""
-
-
-def exact_in_fp8(stored: Tensor, empty: Tensor, block: tuple[int, int]) -> Tensor:
-    """Whether what MXFP4 holds is E4M3 exactly under one power of two for each block of so many rows and groups, bool
-    `[down, across]`: that which brings the block's largest number just below 448. `stored` are E8M0 scales
-    `[rows, groups]`; `empty`, bool, where all codes of a group are zeros, whose scale means nothing.
-
-    Always so where blocks are groups (MXFP8). A False may still be exact, where the numbers of the extreme groups
-    happen to be near those of the others.
-    """
-    exponents = stored.view(torch.uint8).int()
-    down, across = -(-len(stored) // block[0]), -(-stored.shape[1] // block[1])
-    filling = (0, across * block[1] - stored.shape[1], 0, down * block[0] - len(stored))
-    highest, lowest = (
-        F.pad(exponents.masked_fill(empty, none), filling, value=none)
-        .view(down, block[0], across, block[1])
-        .transpose(1, 2)
-        .flatten(2)
-        for none in (-1, 256)
-    )
-    return highest.amax(2) - lowest.amin(2) <= _SPAN_IN_E4M3

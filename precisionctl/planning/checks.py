@@ -21,8 +21,12 @@ _LINES = 8
 _LONGEST = 90
 """Most characters of a name to show, as a stranger's name may have megabytes."""
 
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""The numbers of layers and experts in a name."""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<=\[)\d+(?=\]$)")
+
+
+def without_numbers(name: str) -> str:
+    """A name, cut to what can be shown, with `*` for the numbers of layers and experts in it."""
+    return _NUMBERS.sub("*", name[:_LONGEST])
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
@@ -36,7 +40,7 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
     for what, names in found.items():
         alike: dict[str, list[str]] = {}
         for name in names:
-            alike.setdefault(_NUMBERS.sub("*", name[:_LONGEST]), []).append(name[:_LONGEST])
+            alike.setdefault(without_numbers(name), []).append(name[:_LONGEST])
         for pattern, those in [*alike.items()][:_LINES]:
             lines.append(f"  {what:<10}  " + (f"{pattern}  ({len(those)})" if len(those) > 1 else those[0]))
         if left := sum(len(those) for those in [*alike.values()][_LINES:]):

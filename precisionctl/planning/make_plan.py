@@ -1,13 +1,11 @@
 """make_plan: the way from one checkpoint to another, from names, shapes and dtypes alone."""
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -15,14 +13,15 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.errors import MappingError, MissingTensor, at
-from precisionctl.model_shape import ModelShape
+from precisionctl.errors import MissingTensor, at
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
+from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
 
 
-class Source(Protocol):
+class PlanSource(Protocol):
     """The part of a Reader that planning needs."""
 
     @property
@@ -35,16 +34,8 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
-@runtime_checkable
-class OptimizerSource(Protocol):
-    """A Reader that has the state of an optimizer too: `optimizer.state.<kind>.<parameter>`."""
-
-    @property
-    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
-
-
 def make_plan(
-    source: Source,
+    source: PlanSource,
     target: Layout,
     *,
     dtype: torch.dtype | None = None,
@@ -52,20 +43,23 @@ def make_plan(
     optimizer: bool = False,
     respelled: bool = False,
     wanted: Collection[str] = (),
+    state_dict: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
-    BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    BF16. `optimizer` takes the state of the source's optimizer along, in FP32, or between Megatron checkpoints as it is
+    stored.
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
-    are names that the target is to have where that is a choice.
+    are names that the target is to have where that is a choice. A `state_dict` is what trainers save: names that the
+    model's class has in memory, copies of tied tensors, and FP32 masters, where there are any, as its weights.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(_hf_specs(source), source.model, respelled, wanted)
+        rows = architecture.spelled(_hf_specs(source), source.model, respelled, wanted, in_memory=state_dict)
         if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
             raise MissingTensor(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
@@ -78,31 +72,49 @@ def make_plan(
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
         derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
-        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, state_dict) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
+        specs = dict(source.specs)
+        if optimizer and isinstance(source, OptimizerSource):
+            specs |= source.optimizer_specs
+        if state_dict and optimizer and isinstance(source, OptimizerSource):
+            by_row = {row: reading_masters(row_jobs, source) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
                 continue
             read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
             for job in row_jobs:
-                read = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+                read = {name: specs[name] for name in (*job.reads, *job.copies)}
                 checks.check_dtypes(read if not isinstance(row, TensorRow) else {})
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
-                targets |= _targets(job, shapes, target, source.specs, dtype)
+                targets |= _targets(job, shapes, target, specs, dtype)
         if optimizer and isinstance(source, OptimizerSource):
-            for job in _optimizer_jobs(jobs, source, target):
-                jobs.append(job)  # a tensor as large as its parameter, which may be padded otherwise than stored
-                spec = source.optimizer_specs[job.name]
-                checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
-                targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)
+            # Megatron has no place for what trained a wrapper's towers
+            trained = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
+            of_parameters = tuple(optimizer_jobs(trained, source, target, masters=not state_dict))
+            jobs = [job for row_jobs in by_row.values() for job in row_jobs]
+            for job in of_parameters:
+                jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
+                read = {name: specs[name] for name in job.reads}
+                checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
+                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
+                parallel = job.row.parallel if target == "megatron" else REPLICATED
+                for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
+                    targets[name] = TensorSpec(shape, kept, parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
-def _hf_specs(source: Source) -> Mapping[str, TensorSpec]:
+def plan_weights(source: PlanSource) -> Plan:
+    """The plan by which weights are measured and their digest is taken: to Megatron's layout, or to Hugging Face's for
+    a model without a table, which has no other. Raises the errors of make_plan."""
+    return make_plan(source, "hf" if isinstance(source.model, UntabledModel) else "megatron")
+
+
+def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
     """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
     wrapper's towers."""
     if source.layout == "hf":
@@ -110,7 +122,7 @@ def _hf_specs(source: Source) -> Mapping[str, TensorSpec]:
     return {name.removeprefix(TOWERS): spec for name, spec in source.specs.items() if name.startswith(TOWERS)}
 
 
-def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
+def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
     transformers reads and writes such checkpoints without them."""
     of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
@@ -122,7 +134,9 @@ def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
     return dataclasses.replace(source.model, mtp_num_layers=0)
 
 
-def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Source, target: Layout) -> list[Job]:
+def _row_jobs(
+    row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout, state_dict: bool
+) -> list[Job]:
     """The jobs of one row, at each of its places."""
     here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
     if not here and not there:
@@ -137,7 +151,7 @@ def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Sou
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()
+        kept = _copies((alias for alias in copies if alias.written or state_dict), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs
@@ -151,7 +165,7 @@ def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
     )
 
 
-def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Source) -> None:
+def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanSource) -> None:
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
@@ -185,27 +199,3 @@ def _targets(
         name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
         for number, name in enumerate(job.writes)
     }
-
-
-_STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")
-
-
-def _optimizer_jobs(jobs: Iterable[Job], source: OptimizerSource, target: Layout) -> list[Job]:
-    """A job for each of the source's optimizer tensors, which are as parallel as their parameters.
-
-    Raises MappingError where the state is not stored by parameter, or goes to Hugging Face, which has no place
-    for it.
-    """
-    if target == "hf":
-        raise MappingError("Hugging Face has no place for an optimizer", do="Leave it behind.")
-    rows = {job.name: replace(job.row, gemm=False) for job in jobs}
-    carried = []
-    for name in source.optimizer_specs:
-        match = _STATE.fullmatch(name)
-        if match is None or match[1] not in rows:
-            raise MappingError(
-                f"`{name}` is not the state of a parameter of this model",
-                do="Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter.",
-            )
-        carried.append(Job(name, rows[match[1]], (name,), (name,)))
-    return carried

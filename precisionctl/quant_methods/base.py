@@ -81,7 +81,8 @@ class CodeFormat:
     `block` says how many rows and columns share a scale, of one of the dtypes `scales`, or of any. Without a `packing`
     codes are FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales:
     a global scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the
-    `shape` of the weight; and the fixed global scale of its `input`.
+    `shape` of the weight; and the fixed global scale of its `input`. `same_inputs`: engines that can round inputs to
+    the same format, without a fixed scale.
     """
 
     block: Block
@@ -92,6 +93,7 @@ class CodeFormat:
     zero_points: str | None = None
     shape: str | None = None
     input: str | None = None
+    same_inputs: bool = False
 
     @property
     def name(self) -> str:

@@ -110,7 +110,9 @@ def read(config: Mapping[str, Any]) -> Quantization:
 def _group(group: object) -> Quantization:
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     if weights is not None and weights.get("num_bits") == 4:
-        return Quantization((_four_bits(weights),), None)
+        form = _four_bits(weights)
+        same = form == _MXFP4 and inputs is not None and inputs.get("num_bits") == 4
+        return Quantization((replace(form, same_inputs=same),), None)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are no 8-bit floating point")
     if weights.get("symmetric") is False or weights.get("dynamic"):

@@ -7,6 +7,7 @@ hf_quant_config.json.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ _READ: Mapping[str, Quantization] = {
     "MXFP8": in_fp8([(1, 32)], False),
     "NVFP4": Quantization((_NVFP4,), None),
     "W4A16_NVFP4": Quantization((_NVFP4,), None),
-    "MXFP4": Quantization((_MXFP4,), None),
+    "MXFP4": Quantization((replace(_MXFP4, same_inputs=True),), None),
     "W4A8_MXFP4_FP8": Quantization((_MXFP4,), None),
 }
 """`quant_algo`; some are spelled in lower case, `fp8_pb_wo` and `mxfp4` (modelopt/torch/export/quant_utils.py)."""

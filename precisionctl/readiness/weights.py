@@ -19,8 +19,7 @@ from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
-from precisionctl.model_shape import UntabledModel
-from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
 
 
@@ -65,9 +64,9 @@ _AT_ONCE = 1 << 20
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan of a conversion to Megatron (to Hugging Face for a model without a table), and those of its jobs that
-    write the weight of an FP8 GEMM. Raises the errors of make_plan."""
-    plan = make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron")
+    """The plan of these weights, and those of its jobs that write the weight of an FP8 GEMM. Raises the errors of
+    make_plan."""
+    plan = plan_weights(reader)
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
 
 

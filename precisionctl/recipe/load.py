@@ -11,7 +11,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from precisionctl.errors import RecipeError
+from precisionctl.errors import RecipeError, nearest
 from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
@@ -86,7 +86,9 @@ def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
     try:
         return bundled[str(name)]
     except KeyError:
-        raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or one of: {', '.join(bundled)}.") from None
+        raise RecipeError(
+            f"no recipe {name}", do=f"Give a TOML file or a bundled one. {nearest(str(name), bundled)}"
+        ) from None
 
 
 def bundled_recipes() -> Mapping[str, Path]:

@@ -113,7 +113,7 @@ class Optimizer:
     preset: Literal["adamw", "fp8-lm"] = "adamw"
     """How its state is stored: in FP32, or in FP8 and FP16 as by FP8-LM (Peng et al., 2023)."""
     lr: float = 1e-5
-    """The highest learning rate; [schedule] varies it."""
+    """The highest learning rate; [schedule] varies it. With 0 a run measures and changes nothing."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -121,7 +121,7 @@ class Optimizer:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("optimizer", self, lr=ABOVE_0, beta1=BELOW_1, beta2=BELOW_1)
+        _require("optimizer", self, lr=FROM_0, beta1=BELOW_1, beta2=BELOW_1)
         _require("optimizer", self, epsilon=ABOVE_0, weight_decay=FROM_0, clip_norm=FROM_0)
 
 

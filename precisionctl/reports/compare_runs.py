@@ -1,8 +1,8 @@
 """Runs against the first of them: the gap of their losses now, its mean over the last steps, its worst."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,21 +10,23 @@ from typing import Any
 from precisionctl.errors import DataError
 from precisionctl.reports.curves import Curve, read_curves, read_shadows, relative
 from precisionctl.reports.table import Table, percent
+from precisionctl.trainer.saved.run_folder import differing_settings, settings_of
 
 LAST_STEPS = 100
-"""How many of the last steps the mean gap is taken over."""
+"""How many of the last common steps the mean gap is taken over, if nobody says otherwise."""
 
 
 @dataclass(frozen=True)
 class Gap:
     """How far a run is from the first one over the steps that both have, as (loss - first) / first.
 
-    `mean` compares the mean losses of the last `LAST_STEPS` common steps; `worst` is the largest gap of a
-    single step, above or below.
+    `mean` compares the mean losses of the last `averaged` common steps; `worst` is the largest gap of a single step,
+    above or below.
     """
 
     run: str
     steps: int
+    averaged: int
     loss: float
     now: float
     mean: float
@@ -49,24 +51,54 @@ class GuardLooks:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The curves of all runs, the gaps of all but the first, and what those with a guard have seen."""
+    """The curves of all runs, the gaps of all but the first, and what those with a guard have seen. `settings` are what
+    not all runs were started with alike, by name, with each run's own; a run that does not say has none."""
 
     curves: Sequence[Curve]
     gaps: Sequence[Gap]
     looks: Sequence[GuardLooks] = ()
+    settings: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    last: int = LAST_STEPS
+    """The number of steps that mean gaps are wanted over."""
 
-    def within(self, limit: float) -> bool:
-        """False where a mean gap is larger than `limit`, either way, or not a number."""
-        return all(abs(gap.mean) <= limit for gap in self.gaps)
+    def beyond(self, limit: float) -> list[Gap]:
+        """The runs whose mean gap is larger than `limit`, either way, or not a number. Raises DataError for one with
+        fewer common steps than are to be averaged."""
+        for gap in self.gaps:
+            if gap.averaged < self.last:
+                raise DataError(
+                    f"{gap.run} has {gap.steps} steps in common with {self.curves[0].name}, and a gate takes the mean "
+                    f"of {self.last}",
+                    do=f"Train for longer, or judge fewer steps: --last {gap.steps}.",
+                )
+        return [gap for gap in self.gaps if not abs(gap.mean) <= limit]
+
+    def verdict(self, limit: float) -> str:
+        """Whether all runs are within a gate, in words."""
+        beyond = self.beyond(limit)
+        gaps = ", ".join(f"{gap.run} {percent(gap.mean)}" for gap in beyond or self.gaps)
+        how = "Further than" if beyond else "Within"
+        return f"{how} {limit:.2%} of {self.curves[0].name} over the last {self.last} steps: {gaps}."
 
     def as_json(self) -> dict[str, Any]:
         """Gaps as ratios, not percents."""
         runs = [asdict(gap) for gap in self.gaps]
         shadows = [asdict(look) for look in self.looks]
-        return {"against": self.curves[0].name, "mean_over_last": LAST_STEPS, "runs": runs, "shadows": shadows}
+        return {
+            "against": self.curves[0].name,
+            "mean_over_last": self.last,
+            "runs": runs,
+            "shadows": shadows,
+            "settings": {name: [*values] for name, values in self.settings.items()},
+        }
 
     def tables(self) -> list[Table]:
-        return [self.table(), *([self.shadows()] if self.looks else [])]
+        more = [*([self.shadows()] if self.looks else []), *([self.differences()] if self.settings else [])]
+        return [self.table(), *more]
+
+    def differences(self) -> Table:
+        rows = [(name, *(_in_words(name, values))) for name, values in self.settings.items()]
+        return Table("Settings that differ", ("", *(curve.name for curve in self.curves)), rows)
 
     def shadows(self) -> Table:
         rows = [
@@ -87,18 +119,45 @@ class RunComparison:
 
     def table(self) -> Table:
         rows = [
-            (g.run, str(g.steps), f"{g.loss:.4f}", percent(g.now), percent(g.mean), percent(g.worst), str(g.worst_step))
-            for g in self.gaps
+            (
+                gap.run,
+                str(gap.steps),
+                f"{gap.loss:.4f}",
+                percent(gap.now),
+                percent(gap.mean),
+                str(gap.averaged),
+                percent(gap.worst),
+                str(gap.worst_step),
+            )
+            for gap in self.gaps
         ]
-        columns = ("run", "steps in common", "loss now", "gap now", f"gap, last {LAST_STEPS}", "worst gap", "at step")
+        columns = ("run", "steps in common", "loss now", "gap now", "mean gap", "of last", "worst gap", "at step")
         return Table(f"Training loss against {self.curves[0].name}", columns, rows)
 
 
-def compare(paths: Sequence[Path]) -> RunComparison:
-    """Read the runs at `paths` and set them against the first. Raises DataError for a run without metrics."""
+def compare(paths: Sequence[Path], last: int = LAST_STEPS) -> RunComparison:
+    """Read the runs at `paths` and set them against the first; mean gaps are over the `last` common steps. Raises
+    DataError for a run without metrics."""
     curves = read_curves(paths)
     looks = [look for path, curve in zip(paths, curves, strict=True) if (look := find_looks(path, curve.name))]
-    return RunComparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]], looks)
+    gaps = [find_gap(curve, curves[0], last) for curve in curves[1:]]
+    return RunComparison(curves, gaps, looks, _settings(paths), last)
+
+
+def _settings(paths: Sequence[Path]) -> dict[str, Sequence[object]]:
+    runs = [settings_of(path if path.is_dir() else path.parent) for path in paths]
+    said = [run for run in runs if run]
+    names = {name for run in said for name in differing_settings(said[0], run)}
+    return {name: [run.get(name) for run in runs] for name in sorted(names)}
+
+
+def _in_words(name: str, values: Sequence[object]) -> list[str]:
+    """Values of a setting as cells; digests as letters, of which the same ones mean the same."""
+    if name in ("source", "data"):
+        known = dict.fromkeys(value for value in values if value is not None)
+        letters = {value: chr(ord("A") + number % 26) for number, value in enumerate(known)}
+        return [letters.get(value, "-") for value in values]
+    return ["-" if value is None else str(value) for value in values]
 
 
 def find_looks(path: Path, name: str) -> GuardLooks | None:
@@ -120,17 +179,18 @@ def find_looks(path: Path, name: str) -> GuardLooks | None:
     )
 
 
-def find_gap(curve: Curve, first: Curve) -> Gap:
+def find_gap(curve: Curve, first: Curve, averaged: int = LAST_STEPS) -> Gap:
     """Raises DataError where the two runs have no step in common."""
     by_step = curve.against(first)
     if not by_step:
         raise DataError(f"{curve.name} has no step in common with {first.name}", do="Compare runs over the same steps.")
     steps = list(by_step)
-    last = steps[-LAST_STEPS:]
+    last = steps[-averaged:]
     worst_step = max(steps, key=lambda step: (math.isnan(by_step[step]), abs(by_step[step])))
     return Gap(
         run=curve.name,
         steps=len(steps),
+        averaged=len(last),
         loss=curve.losses[steps[-1]],
         now=by_step[steps[-1]],
         mean=relative(fmean(curve.losses[step] for step in last), fmean(first.losses[step] for step in last)),
@@ -139,13 +199,14 @@ def find_gap(curve: Curve, first: Curve) -> Gap:
     )
 
 
-def draw(comparison: RunComparison, *, png: Path | None, html: Path | None) -> None:
-    """The curves as a picture, and as a page with the table."""
+def draw(comparison: RunComparison, *, png: Path | None, html: Path | None, verdict: str = "") -> None:
+    """The curves as a picture, and as a page with the tables, under the words of a gate's verdict."""
     from precisionctl.reports import plot  # matplotlib takes a second to import, and a gate needs no picture
-    from precisionctl.reports.page import html_table, page
+    from precisionctl.reports.page import html_table, page, paragraph
 
     if png:
         plot.write_png(comparison.curves, png)
     if html:
-        parts = [*map(html_table, comparison.tables()), plot.svg(comparison.curves)]
+        first = [paragraph(verdict)] if verdict else []
+        parts = [*first, *map(html_table, comparison.tables()), plot.svg(comparison.curves)]
         html.write_text(page("Loss curves", parts), encoding="utf-8")

@@ -17,7 +17,8 @@ def tables(comparison: Comparison) -> list[Table]:
     compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
-    found = [Table("Tensors", ("status", "count", "lowest SQNR, dB", "largest error"), rows)]
+    columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
+    found = [Table("Tensors", columns, rows)]
     different = [tensor for tensor in comparison.tensors if not tensor.equal]
     if different:
         found.append(_worst(different))
@@ -74,14 +75,19 @@ def _weight(weight: CodesComparison) -> tuple[str, ...]:
 def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ...]:
     sqnr = min((t.sqnr_db for t in tensors if t.sqnr_db is not None), default=None)
     error = max((t.max_abs_error for t in tensors if t.max_abs_error is not None), default=None)
-    return (status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"))
+    differing = [t.differing for t in tensors if t.differing is not None]
+    values = f"{sum(differing):,}" if differing else "-"
+    return (status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"), values)
 
 
 def _worst(different: Sequence[TensorComparison]) -> Table:
     worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:SHOWN]
-    rows = [(t.name, _status(t), t.dtypes, _number(t.sqnr_db, ".1f"), _number(t.max_abs_error, ".3g")) for t in worst]
+    rows = [
+        (t.name, _status(t), t.dtypes, *map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ",")))
+        for t in worst
+    ]
     title = f"{len(different)} tensors differ" + (f", the worst {SHOWN}" if len(different) > SHOWN else "")
-    return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error"), rows)
+    return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error", "values that differ"), rows)
 
 
 def _status(tensor: TensorComparison) -> str:

@@ -214,7 +214,7 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
 
 def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollback | None) -> Fp8Start:
     """Load everything from the newest iteration in the run's own folder."""
-    saved = run_folder.read_saved(newest)
+    saved = run_folder.read_saved(newest.path)
     assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
     run_folder.check_same(saved, setup.identity, setup.out)
     loading.load_rng(newest)

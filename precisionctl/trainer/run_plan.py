@@ -145,7 +145,7 @@ def run_in_folder(plan: RunPlan) -> run_folder.Saved | None:
     """The run that is in the folder already, or None. Raises OutputError if it is another run, as far as that can be
     told without reading data."""
     newest = run_folder.newest(plan.out)
-    saved = run_folder.read_saved(newest) if newest else None
+    saved = run_folder.read_saved(newest.path) if newest else None
     if saved:
         run_folder.check_same(saved, plan.identity_with(saved.identity["data"]), plan.out)
     return saved

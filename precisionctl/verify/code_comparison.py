@@ -9,7 +9,7 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.verify.hf_tensors import HfTensors, Rows
+from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class _Coded:
     def is_codes(self, name: str) -> bool:
         return self.tensors.is_codes(name)
 
-    def read(self, name: str, row: int, rows: int) -> tuple[Rows, Encoding | None]:
-        """Rows, and their encoding, or that which values had when they were codes; None where none is known."""
+    def read(self, name: str, row: int, rows: int) -> tuple[StoredRows, Encoding | None]:
+        """StoredRows, and their encoding, or that which values had when they were codes; None where none is known."""
         found = self.tensors.read(name, row, rows)
         if found.encoding is not None:
             return found, found.encoding
@@ -70,7 +70,7 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
     signal = noise = 0.0
     for row, rows in a.tensors.pieces(name):
         left, how_left = a.read(name, row, rows)
-        right, how_right = b.read(name, row, rows) if b else (Rows(left.values.bfloat16(), None), None)
+        right, how_right = b.read(name, row, rows) if b else (StoredRows(left.values.bfloat16(), None), None)
         one, other = how_left or how_right, how_right or how_left
         assert one is not None and other is not None, "one of them is codes"
         before, after = _codes(left, one), _codes(right, other)
@@ -87,5 +87,5 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
     return CodesComparison(name, spec.rows * spec.columns, changed, (low, high), sqnr, idempotent)
 
 
-def _codes(rows: Rows, how: Encoding) -> Tensor:
+def _codes(rows: StoredRows, how: Encoding) -> Tensor:
     return rows.stored if rows.encoding is not None else how.encode_rows(rows.stored, 0)

@@ -20,7 +20,7 @@ from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
-from precisionctl.verify.hf_tensors import HfTensors, Rows
+from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
@@ -33,8 +33,9 @@ class TensorComparison:
     """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it; `lost`:
     it is that too, and does not stand for the values all the same (`verify/losses.py`).
 
-    SQNR in dB (infinite without noise) and the largest absolute error are of B's values against A's; None
-    where the two cannot be subtracted. `remark` tells what the codes have lost, where that is worth knowing.
+    SQNR in dB (infinite without noise), the largest absolute error, and how many values differ (`differing`) are of B's
+    values against A's; None where the two cannot be subtracted. `remark` tells what the codes have lost, where that is
+    worth knowing.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TensorComparison:
     dtypes: str
     sqnr_db: float | None = None
     max_abs_error: float | None = None
+    differing: int | None = None
     shapes: str = ""
     """Where they are not the same."""
     remark: str = ""
@@ -181,7 +183,7 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
-        return TensorComparison(name, worst, dtypes, math.inf, 0.0)
+        return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
     if worst == "differs":
         return TensorComparison(name, worst, dtypes, *_error(_pieces(name, a, b)))
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
@@ -192,26 +194,29 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
 
 
-def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[Rows, Rows]]:
+def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
     for row, rows in a.pieces(name):
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
-def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float]]:
+def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
     """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
+    differing = 0
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)
         decoded = codes.values
+        differing += _differing(decoded, values.values)
         losses.see(row, codes.stored, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.stored)
-    return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)
+    sqnr = _decibels(signal if coded is a else losses.total.power, losses.total.error)
+    return losses, (sqnr, losses.largest_error, differing)
 
 
-def _verdict(a: Rows, b: Rows) -> Status:
+def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if a.encoding is None and b.encoding is None and a.stored.dtype == b.stored.dtype:
         return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
@@ -233,16 +238,24 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float]:
-    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, and the largest absolute error."""
+def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float, int]:
+    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error, and how many values
+    differ."""
     signal = noise = largest = 0.0
+    differing = 0
     for a, b in pieces:
+        differing += _differing(a.values, b.values)
         left, right = a.values.double(), b.values.double()
         error = left - right
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))
-    return _decibels(signal, noise), largest
+    return _decibels(signal, noise), largest, differing
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """How many FP32 values are not the same; zeros of two signs are not, NaNs are."""
+    return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
 
 
 def _decibels(signal: float, noise: float) -> float:

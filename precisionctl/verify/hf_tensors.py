@@ -10,7 +10,7 @@ from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_ten
 from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.plan import Job
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
 PIECE = 1 << 20
@@ -18,7 +18,7 @@ PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """Rows of a tensor as they are stored, `[n, width]`. Where they are codes, `encoding` is that of these rows."""
 
     stored: Tensor
@@ -37,14 +37,14 @@ class Rows:
 
 
 class HfTensors:
-    """A checkpoint's tensors by Hugging Face name, whatever its layout.
+    """A checkpoint's tensors by Hugging Face name, whatever its layout; those of a `plan` to there, where one is given.
 
     `copies` are those that the checkpoint stores beside what they are copies of (the `lm_head` of a tied model), by
     name, with the name of that; they are among `specs`.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        plan = make_plan(reader, "hf", respelled=True)
+    def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
+        plan = make_plan(reader, "hf", respelled=True) if plan is None else plan
         self.reader, self.plan = reader, plan
         self._kept = "", torch.empty(0)
         self.specs: dict[str, TensorSpec] = dict(plan.targets)
@@ -117,16 +117,16 @@ class HfTensors:
         spec = self.specs[name]
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
-    def read(self, name: str, row: int, rows: int) -> Rows:
+    def read(self, name: str, row: int, rows: int) -> StoredRows:
         """Rows `[row, row + rows)` of a tensor."""
         name = self._of.get(name, name)
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
-            return Rows(values[row : row + rows], None)
+            return StoredRows(values[row : row + rows], None)
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
-        return Rows(_joined([part.stored for part in parts]), encoding)
+        return StoredRows(_joined([part.stored for part in parts]), encoding)
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
@@ -140,7 +140,7 @@ class HfTensors:
         stored, encoding = read_tensor(self.reader, name), self.reader.encodings.get(name)
         return stored if encoding is None else encoding.decode_rows(stored, 0)
 
-    def _part(self, segment: Segment, row: int, rows: int) -> Rows | None:
+    def _part(self, segment: Segment, row: int, rows: int) -> StoredRows | None:
         """Those of rows `[row, row + rows)` that a segment gives; None where it gives none of them."""
         first = max(row, segment.write_row)
         count = min(row + rows, segment.write_row + segment.rows) - first
@@ -148,13 +148,13 @@ class HfTensors:
             return None
         if segment.read is None:
             spec = self.specs[segment.write]
-            return Rows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
+            return StoredRows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
         start = segment.read_row + first - segment.write_row
         stored = read_rows(self.reader, segment.read, start, count)
         encoding = self.reader.encodings.get(segment.read)
         if encoding is None:
-            return Rows(stored, None)
-        return Rows(stored, encoding.of_rows(start, count))
+            return StoredRows(stored, None)
+        return StoredRows(stored, encoding.of_rows(start, count))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

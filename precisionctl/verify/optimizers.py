@@ -1,13 +1,16 @@
-"""A Megatron checkpoint's optimizer, to be compared parameter by parameter."""
+"""Optimizers of two checkpoints, to be compared parameter by parameter: under Megatron's names where both have them,
+else under Hugging Face's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from precisionctl.checkpoints.base import Chunk, Reader, in_pieces, read_rows
-from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import OptimizerSource
-from precisionctl.verify.hf_tensors import PIECE, Rows
+from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
+from precisionctl.errors import DamagedCheckpoint, MappingError
+from precisionctl.param import STATE, TensorSpec
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.optimizer_jobs import OptimizerSource
+from precisionctl.verify.hf_tensors import PIECE, HfTensors, StoredRows
 
 _OF_VOCABULARY = (".embedding.word_embeddings.weight", ".output_layer.weight", ".output_layer.bias")
 
@@ -17,7 +20,7 @@ class OptimizerTensors:
     DamagedCheckpoint where they are not of the model's parameters."""
 
     def __init__(self, reader: Reader) -> None:
-        self._stored = _Stored(reader)
+        self._stored = _Stored(reader, _optimizer_specs(reader))
         self.specs = {name: _without_padding(name, spec, reader) for name, spec in self._stored.specs.items()}
 
     def dtype(self, name: str) -> str:
@@ -30,19 +33,32 @@ class OptimizerTensors:
         spec = self.specs[name]
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
-    def read(self, name: str, row: int, rows: int) -> Rows:
-        return Rows(read_rows(self._stored, name, row, rows), None)
+    def read(self, name: str, row: int, rows: int) -> StoredRows:
+        return StoredRows(read_rows(self._stored, name, row, rows), None)
 
 
+@dataclass(frozen=True)
 class _Stored:
-    """An optimizer's tensors as something that chunks are read of."""
+    """A reader of which also an optimizer's tensors are read."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.specs: Mapping[str, TensorSpec] = reader.optimizer_specs if isinstance(reader, OptimizerSource) else {}
-        self._reader = reader
+    reader: Reader
+    specs: Mapping[str, TensorSpec]
 
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._reader.chunks(name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+
+def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
+    return reader.optimizer_specs if isinstance(reader, OptimizerSource) else {}
+
+
+def _by_hf_names(reader: Reader) -> HfTensors:
+    """An optimizer by Hugging Face's names, with a weight that has no master as its own."""
+    plan = make_plan(reader, "hf", respelled=True, optimizer=True)
+    jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
+    targets = {name: plan.targets[name] for job in jobs for name in job.writes}
+    stored: Any = _Stored(reader, {**reader.specs, **_optimizer_specs(reader)})
+    return HfTensors(stored, replace(plan, jobs=jobs, targets=targets))
 
 
 def _without_padding(name: str, spec: TensorSpec, reader: Reader) -> TensorSpec:
@@ -52,12 +68,16 @@ def _without_padding(name: str, spec: TensorSpec, reader: Reader) -> TensorSpec:
     return spec
 
 
-def both_optimizers(a: Reader, b: Reader) -> tuple[OptimizerTensors, OptimizerTensors] | str:
+def both_optimizers(a: Reader, b: Reader) -> tuple[OptimizerTensors | HfTensors, OptimizerTensors | HfTensors] | str:
     """The optimizers of two checkpoints, or why they cannot be compared; "" where neither has one."""
     try:
-        left, right = OptimizerTensors(a), OptimizerTensors(b)
-    except DamagedCheckpoint as damage:
-        return damage.what
-    if left.specs and right.specs:
-        return left, right
-    return f"only {'A' if left.specs else 'B'} has one" if left.specs or right.specs else ""
+        left, right = (bool(_optimizer_specs(reader)) for reader in (a, b))
+        if left != right:
+            return f"only {'A' if left else 'B'} has one"
+        if not left:
+            return ""
+        if a.layout == b.layout == "megatron":
+            return OptimizerTensors(a), OptimizerTensors(b)
+        return _by_hf_names(a), _by_hf_names(b)
+    except (DamagedCheckpoint, MappingError) as error:
+        return error.what

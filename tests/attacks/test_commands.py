@@ -1,4 +1,4 @@
-"""Hostile checkpoints as a user meets them: one panel, exit code 1, no output, and nothing was executed or read that
+"""Hostile checkpoints as a user meets them: one error, exit code 1, no output, and nothing was executed or read that
 lies elsewhere.
 
 Each is a sound checkpoint of which one thing was changed. All are converted in one process of their own, which bounds
@@ -327,7 +327,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
 }
 
 
-def test_each_is_one_panel(sound: Mapping[str, Path], tmp_path: Path) -> None:
+def test_each_is_one_error(sound: Mapping[str, Path], tmp_path: Path) -> None:
     expected = {}
     for number, (base, attack, why) in enumerate(ATTACKS.values()):
         path = tmp_path / str(number)

@@ -248,11 +248,11 @@ def test_what_a_run_says_of_itself_must_be_a_file(directory):
     said.parent.mkdir(exist_ok=True)
     os.mkfifo(said)
     with pytest.raises(DamagedCheckpoint, match="not a file"):
-        run_folder.read_saved(TorchDistReader(directory))
+        run_folder.read_saved(TorchDistReader(directory).path)
     said.unlink()
     said.symlink_to("/etc/hostname")
     with pytest.raises(DamagedCheckpoint, match="symbolic link"):
-        run_folder.read_saved(TorchDistReader(directory))
+        run_folder.read_saved(TorchDistReader(directory).path)
 
 
 def test_only_a_models_companions_travel_with_it(directory, tmp_path):

@@ -5,9 +5,9 @@ import torch
 from te_pairs import SHAPE, SHAPES, gpts, train_step
 from torch import Tensor, nn
 
+from precisionctl.param import KINDS
 from precisionctl.precision import Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import KINDS
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
 

@@ -19,7 +19,7 @@ FILE = "adapter_config.json"
 
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights", "target_parameters",
+    "init_lora_weights", "target_modules", "target_parameters",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
     # whose it is, and how it was trained
@@ -28,7 +28,7 @@ _OF_NO_CONSEQUENCE = frozenset({
     # how its first values were made
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     # which tensors it has, which the tensors say themselves
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
     # of something that is switched off: `use_qalora`
     "qalora_group_size",
 })  # fmt: skip
@@ -45,7 +45,8 @@ class LoraConfig:
     """What scales each low-rank product, and of which kind it is.
 
     `alphas` and `ranks` are patterns of module names and what they have in place of `alpha` and `rank`; `parameters`
-    names the parameters, such as a layer's experts, that are adapted by themselves.
+    names the parameters, such as a layer's experts, that are adapted by themselves. `modules` are the ends of the names
+    of the others; None where an expression says them, which is not evaluated, or nothing does.
     """
 
     rank: int
@@ -56,6 +57,13 @@ class LoraConfig:
     dora: bool
     transposed: bool
     parameters: tuple[str, ...]
+    modules: frozenset[str] | None
+
+    def names(self, module: str) -> bool:
+        """Whether peft gives this module a product; tensors of another would be left out when it loads the adapter."""
+        parts = module.split(".")
+        ends = (".".join(parts[first:]) for first in range(len(parts)))
+        return self.modules is None or any(end in self.modules for end in ends)
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module is multiplied by, where it has this rank."""
@@ -135,8 +143,12 @@ def read_lora_config(directory: Path) -> LoraConfig:
     parameters = config.get("target_parameters") or []
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
+    targets = config.get("target_modules")
+    if not (targets is None or isinstance(targets, str | list) and all(isinstance(one, str) for one in targets)):
+        raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
+    modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters))
+    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules)
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."

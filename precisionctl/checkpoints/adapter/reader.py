@@ -147,6 +147,9 @@ class AdapterReader:
             if weight in self.changes:
                 raise _twice(weight, module)
             if weight in self.base.specs or weight in self.replaced:
+                if not self._config.names(target):
+                    what = f"`{target}` is none of target_modules in {FILE}: peft leaves its tensors out"
+                    raise MappingError(what, do="Is the file this adapter's? Else add the module to target_modules.")
                 self.changes[weight] = self._change(module, modules[module], weight)
             else:
                 stacks.setdefault(target, []).append(module)

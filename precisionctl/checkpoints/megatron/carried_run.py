@@ -18,6 +18,8 @@ from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, adam_settings
+from precisionctl.errors import CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
@@ -79,7 +81,7 @@ def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
 class WithOptimizer:
     """A reader's model and optimizer as one source of tensors."""
 
-    reader: MegatronReader
+    reader: MegatronReader | TrainedReader
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -112,6 +114,41 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
     distributed = any(_SHARDING in optimizer for optimizer in optimizers)
     return CarriedRun(reader.iteration, common, objects, args | kept, distributed, tuple(left))
+
+
+def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> CarriedRun:
+    """What is carried over from another trainer's run: iteration, AdamW's count and settings, in the two groups of
+    parameters that Megatron has, with and without decay. No trainer stores which schedule its learning rates follow."""
+    found, settings = reader.trainer_run, reader.trainer_run.settings
+    group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    group |= {key: value for key, value in settings.items() if key != "initial_lr"} | {"step": found.updates}
+    rates = {"max_lr": settings["initial_lr"], "min_lr": 0.0} if "initial_lr" in settings else {}
+    groups = [group | rates, group | rates | {"wd_mult": 0.0, "weight_decay": 0.0}]
+    optimizer = {"optimizer": {"state": {"common_step": found.updates}, "param_groups": groups}}
+    common = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
+    args = {"no_save_optim": False, "no_save_rng": True}
+    return CarriedRun(reader.iteration, common, args=args)
+
+
+def trainer_run_of(reader: MegatronReader) -> TrainerRun:
+    """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count."""
+    do = "--drop-optimizer leaves the optimizer behind."
+    with damage("an optimizer that is not Megatron's", reader.path, do):
+        step, group = adam_of(reader)
+        if step is None:
+            raise CheckpointError("nothing says how many updates the optimizer made", where=reader.path, do=do)
+        rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
+        return TrainerRun(int(step), adam_settings([{**group, **rates}]), ("the schedule", "random generators"))
+
+
+def adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
+    """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
+    (of the first of several optimizers). Raises KeyError and its like for an optimizer that is not Megatron's."""
+    found = next(iter(optimizer_settings(reader)), {})
+    inner = found.get("optimizer", found)
+    groups = inner.get("param_groups") or [{}]
+    group = next((group for group in groups if group.get("wd_mult") != 0.0), groups[0])
+    return inner.get("state", {}).get("common_step", group.get("step", reader.iteration)), group
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:

@@ -15,13 +15,11 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import TensorSpec
+from precisionctl.param import STATE, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
-STATE = "optimizer.state."
-"""Prefix of an optimizer's tensors: `optimizer.state.<kind>.<parameter>`, with kind exp_avg, exp_avg_sq or param."""
 MASTER = f"{STATE}param."
 """Prefix of FP32 master weights."""
 
@@ -62,7 +60,7 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
     found = _joined(found)
-    renamed = te_names(found)
+    renamed = te_names(found, indexed=any(".core_attention.indexer." in name for name in found))
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
@@ -204,6 +202,8 @@ _WITHOUT_TE = (
     ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("mlp.linear_fc1.weight", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.linear_kv_down_proj.weight", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+)
+_LATENTS_WITHOUT_TE = (
     (
         "self_attention.linear_q_up_proj.weight",
         "self_attention.q_layernorm.",
@@ -217,20 +217,21 @@ _WITHOUT_TE = (
 )
 
 
-def te_names(names: Mapping[str, object]) -> dict[str, str]:
+def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     """Layer norms of a run without Transformer Engine: the name they are stored under -> the name with Transformer
     Engine.
 
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
     or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
-    a linear.
+    a linear. Nor are norms of latents in an `indexed` model, whose indexers read them too.
     """
     renamed = {}
+    moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
     for name in names:
         state = _STATE.fullmatch(name)
         layer = _LAYER_OF.fullmatch(state[2] if state else name)
-        for having, old, new in _WITHOUT_TE if layer else ():
+        for having, old, new in moved if layer else ():
             assert layer
             if layer[2].startswith(old) and layer[1] + having in names and _has_mlp_norm(layer[1], names):
                 before = name.removesuffix(layer[1] + layer[2])

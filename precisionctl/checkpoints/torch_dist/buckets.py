@@ -18,9 +18,9 @@ import torch
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE, LogicalTensor, TensorPart
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
-from precisionctl.param import TensorSpec
+from precisionctl.param import STATE, TensorSpec
 
 _KEY = re.compile(
     r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"

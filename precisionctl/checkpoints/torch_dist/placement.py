@@ -7,11 +7,11 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Box, Chunk, shard_boxes
+from precisionctl.checkpoints.base import Box, Chunk, in_pieces, shard_boxes
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.param import Parallelism, TensorSpec
 
@@ -65,12 +65,14 @@ def place(
     specs: Mapping[str, TensorSpec],
     keys: Mapping[str, tuple[str, tuple[int, ...]]],
     parallelism: Parallelism,
+    piece_bytes: int | None = None,
 ) -> list[Placed]:
     """Every box of every tensor, file by file: `__{rank}_{n}.distcp`, as the ranks of a run of these sizes write them.
 
-    `keys` has for each name the key it is stored under and its indices in the leading (stacked) dimensions.
+    `keys` has for each name the key it is stored under and its indices in the leading (stacked) dimensions. Boxes of
+    more than `piece_bytes` are cut into several rows each.
     """
-    boxes = sorted(_boxes(specs, keys, parallelism), key=lambda box: box.rank)
+    boxes = sorted(_boxes(specs, keys, parallelism, piece_bytes), key=lambda box: box.rank)
     placed: list[Placed] = []
     for rank, theirs in itertools.groupby(boxes, key=lambda box: box.rank):
         number, offset, filled = 0, 0, 0
@@ -95,6 +97,7 @@ def _boxes(
     specs: Mapping[str, TensorSpec],
     keys: Mapping[str, tuple[str, tuple[int, ...]]],
     parallelism: Parallelism,
+    piece_bytes: int | None,
 ) -> Iterable[_Box]:
     layers = max((layer[0] + 1 for name in specs if (layer := layer_of(name))), default=1)
     experts = max((expert + 1 for name in specs if (expert := expert_of(name)) is not None), default=1)
@@ -109,8 +112,10 @@ def _boxes(
             first += expert * parallelism.expert // experts * of_experts
         for rank, boxes in enumerate(shard_boxes(spec, size)):
             for box in boxes:
-                offsets, sizes = _dimensions(spec, box)
-                yield _Box(first + rank, name, key, box, (*at, *offsets), (*(1 for _ in at), *sizes))
+                room = piece_bytes or box.elements * spec.dtype.itemsize
+                for row, rows in in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room):
+                    offsets, sizes = _dimensions(spec, piece := replace(box, row=row, rows=rows))
+                    yield _Box(first + rank, name, key, piece, (*at, *offsets), (*(1 for _ in at), *sizes))
 
 
 def _stage(name: str, layers: int, stages: int) -> int:

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
-from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
+from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER
 from precisionctl.checkpoints.megatron.provider import write_run_config
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
@@ -31,7 +31,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+from precisionctl.param import ONE_RANK, STATE, Parallelism, TensorSpec
 
 
 class TorchDistWriter:

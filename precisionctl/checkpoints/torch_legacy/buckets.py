@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.torch_legacy.optimizer import DROP
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import STATE
 
 FILE = "distrib_optim.pt"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")

@@ -30,8 +30,9 @@ def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Ite
             yield f"{prefix}{key}", value
 
 
-def local_names(state: Mapping[str, Any], where: object) -> dict[str, Any]:
+def local_names(state: Mapping[str, Any], where: object, indexed: bool = False) -> dict[str, Any]:
     """The entries of a stage's state dict under Megatron-Core's names, with the rank's own layer and expert numbers.
+    `indexed` says whether the model has indexers, which need not be in this stage.
 
     Raises DamagedCheckpoint for experts in the form of legacy GroupedMLP, and for an entry that is there under two
     names. `where` names the file in errors.
@@ -47,7 +48,7 @@ def local_names(state: Mapping[str, Any], where: object) -> dict[str, Any]:
         if renamed in found:
             raise DamagedCheckpoint(f"`{name}` is there twice, under two names", where=where)
         found[renamed] = value
-    te = te_names(found)
+    te = te_names(found, indexed)
     return {te.get(name, name).replace(".mtp_model_layer.", ".transformer_layer."): found[name] for name in found}
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import STATE
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
 DROP = "--drop-optimizer leaves the optimizer behind."

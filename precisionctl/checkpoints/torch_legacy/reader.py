@@ -17,7 +17,7 @@ import torch
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.towers import files_of, with_towers
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
@@ -52,7 +52,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import REPLICATED, ROWS, Parallel, TensorSpec
+from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
@@ -113,7 +113,8 @@ class LegacyReader(MegatronDirectory):
         However layers are distributed (evenly, with another number on the first or last stage, or by a layout), stage i
         of pipeline rank p is virtual stage i * pipeline + p, and layers are numbered in the order of virtual stages.
         """
-        stages = [(rank, [local_names(chunk, rank.path) for chunk in rank.chunks]) for rank in self._ranks]
+        indexed = self.args.get("experimental_attention_variant") == "dsa"
+        stages = [(rank, [local_names(chunk, rank.path, indexed) for chunk in rank.chunks]) for rank in self._ranks]
         virtual = {len(chunks) for _, chunks in stages}
         if len(virtual) > 1:
             raise DamagedCheckpoint(f"ranks with {sorted(virtual)} stages", where=self.path, do="Is the copy whole?")
@@ -192,7 +193,10 @@ class LegacyReader(MegatronDirectory):
             up = self._shards.get(name.replace("_down_proj", "_up_proj"))
             taken = up[0][0].tensor.shape[-1:] if up else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
-        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+        latent = re.sub(r"q_layernorm\.weight$", "linear_q_down_proj.weight", name)
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (
+            latent == name or latent not in self._shards
+        ):
             # of one head it is whole on every rank; over all heads it is as long as what a rank's give linear_proj
             query, proj = (
                 self._shards.get(re.sub(r"[qk]_layernorm", module, name)) for module in ("q_layernorm", "linear_proj")

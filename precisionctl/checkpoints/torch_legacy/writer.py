@@ -29,7 +29,7 @@ from precisionctl.checkpoints.megatron.fp8_state_writer import (
     origin,
 )
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
@@ -42,7 +42,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+from precisionctl.param import ONE_RANK, STATE, Parallelism, TensorSpec
 
 _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)

@@ -176,12 +176,18 @@ def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractC
 
 
 def column_linear(
-    backend: Backend, name: str, in_features: int, out_features: int, bias: bool, norm: Norm | None
+    backend: Backend,
+    name: str,
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    norm: Norm | None,
+    mode: Mode = "column",
 ) -> nn.Module:
-    """A linear that begins a region of tensor ranks, with the norm that comes before it, if any."""
+    """A linear of which tensor ranks have rows, with the norm that comes before it, if any."""
     if norm is None:
-        return backend.linear(name, in_features, out_features, bias, "column")
-    return backend.layer_norm_linear(name, in_features, out_features, bias, norm, "column")
+        return backend.linear(name, in_features, out_features, bias, mode)
+    return backend.layer_norm_linear(name, in_features, out_features, bias, norm, mode)
 
 
 def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:

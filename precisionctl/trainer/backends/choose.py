@@ -57,17 +57,17 @@ def _te_problem() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        from precisionctl.trainer.backends import te
+        from precisionctl.trainer.backends import te_backend
     except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
-    return te.fp8_problem()
+    return te_backend.fp8_problem()
 
 
 def _te_recipe_problem(precision: Precision) -> str | None:
     """Why Transformer Engine cannot run this recipe here; None if it can."""
-    from precisionctl.trainer.backends import te
+    from precisionctl.trainer.backends import te_backend
 
-    return te.recipe_problem(precision)
+    return te_backend.recipe_problem(precision)
 
 
 def make_backend(
@@ -84,7 +84,7 @@ def make_backend(
     With `fp8_weights`, for inference under delayed scaling, weights of FP8 GEMMs are stored only as codes. They are
     cast when they are loaded, with the scale in the state, so set the state first."""
     if name == "te":
-        from precisionctl.trainer.backends.te import TransformerEngineBackend
+        from precisionctl.trainer.backends.te_backend import TransformerEngineBackend
 
         return TransformerEngineBackend(precision, dtype, device, world, fp8_weights=fp8_weights)
     from precisionctl.trainer.backends.emulated import EmulatedBackend

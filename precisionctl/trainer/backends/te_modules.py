@@ -19,7 +19,7 @@ from precisionctl.trainer.backends.base import Mode, Norm, require_alignment
 from precisionctl.trainer.model.positions import PackedSequences
 
 if TYPE_CHECKING:
-    from precisionctl.trainer.backends.te import TransformerEngineBackend
+    from precisionctl.trainer.backends.te_backend import TransformerEngineBackend
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 

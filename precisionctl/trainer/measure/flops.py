@@ -42,6 +42,14 @@ def projections(model: ModelShape) -> int:
     return queries + hidden * model.latent_size + mla.kv_lora_rank * model.key_value_size + out
 
 
+def indexer(model: ModelShape) -> int:
+    """The number of weights in a layer's indexer, which no token is multiplied with here."""
+    if model.dsa is None:
+        return 0
+    latent = (model.mla.q_lora_rank if model.mla else None) or model.hidden_size
+    return latent * model.dsa.query_size + model.hidden_size * (model.dsa.head_dim + model.dsa.n_heads)
+
+
 def mlp(model: ModelShape, inner: int) -> int:
     """The number of weights in an MLP with `inner` channels."""
     return (3 if model.gated_linear_unit else 2) * model.hidden_size * inner

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import mlp, projections
+from precisionctl.trainer.measure.flops import indexer, mlp, projections
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ class Parameters:
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
 
         def dense(layer: int) -> int:
+            attention = projections(model) + (indexer(model) if model.has_indexer(layer) else 0)
             if moe is None or not model.has_experts(layer):
-                return projections(model) + mlp(model, model.ffn_hidden_size)
+                return attention + mlp(model, model.ffn_hidden_size)
             router = moe.num_experts * model.hidden_size
-            return projections(model) + mlp(model, moe.shared_ffn_hidden_size or 0) + router
+            return attention + mlp(model, moe.shared_ffn_hidden_size or 0) + router
 
         def experts(layer: int) -> int:
             return moe.num_experts * mlp(model, moe.ffn_hidden_size) if moe and model.has_experts(layer) else 0
@@ -209,8 +210,7 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
     hidden, moe = model.hidden_size, model.moe
     channel: float = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
-    if model.activation == "squared_relu":
-        channel += 2
+    channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
     channel /= kept.tensor
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_hidden_size

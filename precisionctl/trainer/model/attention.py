@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import MLA, ModelShape
+from precisionctl.model_shape import DSA, MLA, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
-        self.interleaved = model.rotary_interleaved
+        self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
@@ -116,13 +116,33 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
-        query = rotate(self.q_layernorm(query), positions, self.interleaved)
-        key = rotate(self.k_layernorm(key), positions, self.interleaved)
+        if self.norms_after_rope:
+            query = self.q_layernorm(rotate(query, positions, self.interleaved))
+            key = self.k_layernorm(rotate(key, positions, self.interleaved))
+        else:
+            query = rotate(self.q_layernorm(query), positions, self.interleaved)
+            key = rotate(self.k_layernorm(key), positions, self.interleaved)
+        if positions.query_scale is not None:
+            query = query * positions.query_scale[..., None, None].to(query.dtype)
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
+
+
+class Indexer(nn.Module):
+    """What chooses keys in DeepSeek's sparse attention, carried along: it computes nothing, as all keys are chosen of
+    texts as short as those that GPT takes, and no gradient comes to it."""
+
+    def __init__(self, model: ModelShape, dsa: DSA, latent: int, backend: Backend) -> None:
+        super().__init__()
+        made: Any = {"bias": False, "dtype": backend.dtype, "device": backend.device}
+        self.linear_wq_b = nn.Linear(latent, dsa.query_size, **made)
+        self.linear_wk = nn.Linear(model.hidden_size, dsa.head_dim, **made)
+        self.k_norm = nn.LayerNorm(dsa.head_dim, device=backend.device)  # FP32, as released
+        self.linear_weights_proj = nn.Linear(model.hidden_size, dsa.n_heads, **made)
+        self.requires_grad_(False)
 
 
 class MLASelfAttention(nn.Module):
@@ -131,31 +151,38 @@ class MLASelfAttention(nn.Module):
 
     Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
     linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
-    positions, which all heads share.
+    positions, which all heads share. Norms of the latents are part of the linears that read them, but not beside an
+    indexer.
     """
 
-    def __init__(self, name: str, model: ModelShape, mla: MLA, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, mla: MLA, indexer: DSA | None, backend: Backend) -> None:
         super().__init__()
         self.name, self.backend = f"{name}.core_attention", backend
-        self.mla = mla
+        self.mla, self.fused_layernorms = mla, model.fused_latent_layernorms
         norm, hidden = norm_of(model), model.hidden_size
+        fused = norm if self.fused_layernorms else None
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.kv_layernorm = nn.Identity() if fused else backend.norm(mla.kv_lora_rank, norm)
         if mla.q_lora_rank is None:
             self.linear_q_proj = backend.linear(
                 f"{name}.linear_q_proj", hidden, model.query_size, False, "inner column"
             )
         else:
             self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
-            self.linear_q_up_proj = backend.layer_norm_linear(
-                f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm, "inner column"
+            self.q_layernorm = nn.Identity() if fused else backend.norm(mla.q_lora_rank, norm)
+            self.linear_q_up_proj = column_linear(
+                backend, f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, fused, "inner column"
             )
         self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
-        self.linear_kv_up_proj: Any = backend.layer_norm_linear(
-            f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm, "inner column"
+        self.linear_kv_up_proj: Any = column_linear(
+            backend, f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, fused, "inner column"
         )
         scale, scaling = 1 / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim), model.rope_scaling or {}
         if scaling.get("mscale_all_dim"):  # DeepSeek's YaRN magnifies the part without positions too, by the scores
             scale *= yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
         self.core_attention = CoreAttention(model, backend, scale)
+        if indexer:
+            self.core_attention.indexer = Indexer(model, indexer, mla.q_lora_rank or hidden, backend)
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -165,10 +192,11 @@ class MLASelfAttention(nn.Module):
         if mla.q_lora_rank is None:
             query = self.linear_q_proj(hidden)
         else:
-            query = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         query = query.view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         down = self.linear_kv_down_proj(hidden)
         latent, rotary = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+        latent = self.kv_layernorm(latent)
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
         rotary = ranks.copy(rotary).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
@@ -176,7 +204,8 @@ class MLASelfAttention(nn.Module):
         if recorder := self.backend.recorder:
             # A KV cache holds neither keys nor values, but what both are made of: the normalised latent and the part
             # with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`.
-            recorder.kv_cache(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
+            cached = self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype) if self.fused_layernorms else latent
+            recorder.kv_cache(self.name, "k", cached)
             recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)

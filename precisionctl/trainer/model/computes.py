@@ -22,15 +22,20 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "post_layernorms", "tied_embeddings"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
+    **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
-    **dict.fromkeys(("rope_scaling", "mla", "moe"), ANY),  # kinds of scaling: `rope.py`; the others by their own fields
+    **dict.fromkeys(
+        ("rope_scaling", "mla", "dsa", "moe"), ANY
+    ),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
     **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
+    # texts longer than `dsa.topk` are refused, where they are met
+    **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias"), ANY),
@@ -43,6 +48,7 @@ BESIDE_MLA: Mapping[str, object] = {
     "pre_layernorms": True,
     "parallel_residual": False,
     "query_pre_attn_scalar": None,
+    "query_scaling_beta": None,
     "rotary_percent": 1.0,
     "add_bias_linear": False,
     "add_qkv_bias": False,
@@ -67,11 +73,15 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
             yield name, value
     beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
+    if model.dsa and not model.query_latent:
+        yield "dsa", model.dsa
+    if model.xielu and (model.moe or model.gated_linear_unit):
+        yield "activation", model.activation
 
 
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla"):
+    for group in ("moe", "mla", "dsa"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

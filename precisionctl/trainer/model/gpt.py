@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
@@ -24,7 +25,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.mlp import MLP, MoELayer
-from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of
+from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World
 
@@ -87,6 +88,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """As `forward`, but what comes before the output layer, `[B, S, E]`."""
         recorder, device, length = self.backend.recorder, self.backend.device, tokens.shape[1]
+        longest = packed.longest if packed else length
+        if self.model.dsa and longest > self.model.dsa.topk:
+            raise RecipeError(
+                f"a text of {longest} tokens, of which sparse attention would choose {self.model.dsa.topk}",
+                do="The trainer computes it for texts as short as that alone, where it is dense.",
+            )
         if packed is None:  # `[S]`
             position = torch.arange(length, device=device)
         else:  # `[B, S]`
@@ -159,11 +166,11 @@ class GPT(nn.Module):
         self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
     ) -> dict[LayerKind, Positions]:
         """In each kind of layers."""
-        made = {}
+        made, scale = {}, query_scale(self.model, position)
         for kind, rope in self._ropes.items():
             cos, sin = rope.at(position, lengths) if rope else (None, None)
             window = self.model.sliding_window if kind.in_window else None
-            made[kind] = Positions(cos, sin, window, packed, shape)
+            made[kind] = Positions(cos, sin, window, packed, shape, scale)
         return made
 
 
@@ -255,7 +262,8 @@ class Layer(nn.Module):
         self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
         self.self_attention: SelfAttention | MLASelfAttention
         if model.mla:
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend)
+            indexer = model.dsa if model.has_indexer(number) else None
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
         else:
             self.self_attention = SelfAttention(f"{name}.self_attention", model, backend)
         self.pre_mlp_layernorm = backend.norm(size, norm) if model.has_experts(number) else nn.Identity()

@@ -6,6 +6,7 @@ Shape letters as in `gpt.py`.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,22 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda values: F.relu(values).square(),
     "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
 }
+
+
+class XIELU(nn.Module):
+    """xIELU (arXiv 2411.13010) with its two parameters, and the two numbers that stand beside them in a checkpoint."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        full: Any = {"dtype": backend.dtype, "device": backend.device}
+        self.alpha_p = nn.Parameter(torch.full((1,), 0.8, **full).expm1().log())
+        self.alpha_n = nn.Parameter(torch.full((1,), 0.3, **full).expm1().log())
+        self.beta = nn.Parameter(torch.full((1,), 0.5, **full), requires_grad=False)
+        self.eps = nn.Parameter(torch.full((1,), -1e-6, **full), requires_grad=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        below = (torch.expm1(torch.minimum(values, self.eps)) - values) * (self.beta + F.softplus(self.alpha_n))
+        return torch.where(values > 0, F.softplus(self.alpha_p) * values * values, below) + self.beta * values
 
 
 def activate(values: Tensor, model: ModelShape) -> Tensor:
@@ -39,15 +56,17 @@ class MLP(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, backend: Backend, inner: int, norm: Norm | None) -> None:
         super().__init__()
-        self.model = model
         hidden, bias = model.hidden_size, model.add_bias_linear
         rows = 2 * inner if model.gated_linear_unit else inner
         self.linear_fc1 = column_linear(backend, f"{name}.linear_fc1", hidden, rows, bias, norm)
+        self.activation_func: Callable[[Tensor], Tensor] = (
+            XIELU(backend) if model.xielu else partial(activate, model=model)
+        )
         self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]` to the same."""
-        out: Tensor = self.linear_fc2(activate(self.linear_fc1(hidden), self.model))
+        out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(hidden)))
         return out
 
 
@@ -134,14 +153,14 @@ class Router(nn.Module):
         if self.moe.score_function == "sigmoid":
             scores = logits.sigmoid()
         else:
-            scores = logits.softmax(-1) if self.moe.pre_softmax else logits
+            scores = logits.softmax(-1) if self.moe.pre_softmax or self.moe.expert_bias else logits
         wanted = scores if self.expert_bias is None else scores + self.expert_bias
         chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
         weights = scores.gather(1, chosen)
         if self.moe.score_function == "sigmoid":
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        elif not self.moe.pre_softmax:
-            weights = weights.softmax(-1)
+        elif not self.moe.pre_softmax:  # the softmax over the chosen logits: chosen scores over their sum
+            weights = logits.gather(1, chosen).softmax(-1)
         return weights * self.moe.topk_scaling_factor, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.transfers import to_device
 
-Scaling = Mapping[str, Any]
+RopeScaling = Mapping[str, Any]
 """The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type; `base` and
 `original`, the length of the context before scaling, beside them."""
 
@@ -64,6 +64,8 @@ class Positions(NamedTuple):
     """Texts that share the batch's rows: a query sees keys of its own text alone."""
     shape: tuple[int, int]
     """B and S."""
+    query_scale: Tensor | None = None
+    """FP32 `[S]` or `[B, S]`: what queries are multiplied by. None for 1."""
 
 
 def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:
@@ -139,6 +141,14 @@ class Rope:
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
+def query_scale(model: ModelShape, position: Tensor) -> Tensor | None:
+    """What queries at each position are multiplied by, FP32 in the shape of `position`: 1 within the original context
+    (Llama 4's `attn_scale`; Ministral 3). None for a model without."""
+    if model.query_scaling_beta is None:
+        return None
+    return 1 + model.query_scaling_beta * torch.log(1 + torch.floor(position / model.original_context))
+
+
 class _Frequencies(NamedTuple):
     """Frequencies (angle per position) of each pair in texts within the original context and in longer ones, and
     what cos and sin are multiplied by. Unscaled ones are `1 / powers`, powers being `base ** (2i / size)`."""
@@ -148,15 +158,15 @@ class _Frequencies(NamedTuple):
     magnitude: float = 1.0
 
 
-def _default(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+def _default(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     return _Frequencies(1 / powers, 1 / powers)
 
 
-def _linear(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+def _linear(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     return _Frequencies(1 / powers / factor, 1 / powers / factor)
 
 
-def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+def _llama3(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     """Llama 3.1: frequencies whose wavelength exceeds the original context over `low_freq_factor` are divided by
     `factor`, those below it over `high_freq_factor` are kept, and those in between are blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -166,7 +176,7 @@ def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
     return _Frequencies(scaled, scaled)
 
 
-def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+def _yarn(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     """YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times in the original context keep
     their frequency, those that turn less than `beta_slow` times are divided by `factor`, with a ramp between."""
     pairs, original = len(powers), scaling["original"]
@@ -195,7 +205,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
-def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+def _longrope(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
     """LongRoPE (arXiv 2402.13753): a divisor for each pair, and another one beyond the original context."""
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
@@ -204,7 +214,7 @@ def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
     return _Frequencies(1 / (short * powers), 1 / (long * powers), float(magnitude))
 
 
-_SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Frequencies]] = {
+_SCALINGS: Mapping[str, Callable[[Tensor, float, RopeScaling], _Frequencies]] = {
     "default": _default,
     "dynamic": _default,  # it scales beyond max_position_embeddings alone, and no text here is as long
     "linear": _linear,

@@ -7,20 +7,15 @@ summed in FP32, as in Megatron (accumulate_allreduce_grads_in_fp32).
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from precisionctl.param import Kind
 from precisionctl.recipe import Optimizer, Schedule
 from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import World, local
-
-Kind = Literal["param", "exp_avg", "exp_avg_sq"]
-"""What a checkpoint keeps of each parameter: master weights and moments, under Megatron's names
-(`optimizer.state.<kind>.<parameter>`)."""
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class RunOptimizer(Protocol):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.checkpoints.module import LazyTensors
+from precisionctl.param import KINDS, Kind
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import KINDS, Kind, weight_decay
+from precisionctl.trainer.optimizer.adamw import weight_decay
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
 from precisionctl.trainer.optimizer.scaled import ScaledTensor
 from precisionctl.trainer.parallel.world import World

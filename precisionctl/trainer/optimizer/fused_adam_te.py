@@ -4,8 +4,9 @@ import torch  # before Transformer Engine, which needs torch's libraries to be l
 from torch import Tensor, nn
 from transformer_engine.pytorch.optimizers import FusedAdam
 
+from precisionctl.param import Kind
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import Kind, weight_decay
+from precisionctl.trainer.optimizer.adamw import weight_decay
 from precisionctl.trainer.optimizer.scaled import ScaledTensor
 
 

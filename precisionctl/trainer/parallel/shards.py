@@ -22,11 +22,14 @@ from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
-_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "router")
+_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "router", "activation_func")
 """Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
-_WITH_ALL_TOKENS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Modules of MLA that see all tokens even with `sequence`, so that gradients of norms in them are complete."""
+_OF_LATENTS = (
+    *("linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj"),
+    *("q_layernorm", "kv_layernorm"),
+)
+"""Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
 
 class ModelShards:
@@ -90,8 +93,10 @@ class ModelShards:
             modules = name.split(".")
             if ranks.size == 1 or not master.requires_grad or self._is_sharded(name) or modules[0] == "mtp":
                 continue
-            in_region = modules[-2] in _REPLICATED_IN_REGIONS or "experts" in modules
-            if in_region or (ranks.sequence and modules[-2] not in _WITH_ALL_TOKENS):
+            latent = ".".join(modules[:-2] + ["linear_kv_down_proj.weight"]) in self.tensors
+            if latent and modules[-2] in _OF_LATENTS:
+                continue
+            if ranks.sequence or modules[-2] in _REPLICATED_IN_REGIONS or "experts" in modules:
                 partial.append(master)
         if not partial:
             return

@@ -7,24 +7,22 @@ and FP8 state unless they are skipped. The optimizer is loaded by parameter, whi
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, of_megatron, optimizer_settings
-from precisionctl.checkpoints.megatron.logical import STATE
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, adam_of, of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
-from precisionctl.param import TensorSpec
+from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import KINDS
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Saved, read_saved
@@ -127,7 +125,7 @@ def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], over
 
 
 def _saved(source: Reader) -> Saved | None:
-    return read_saved(source) if isinstance(source, TorchDistReader) else None
+    return read_saved(source.path) if isinstance(source, TorchDistReader) else None
 
 
 def load_weights(source: Reader, run: Run) -> None:
@@ -200,28 +198,18 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
 
 
 def updates(source: MegatronReader) -> int:
-    """Adam's count of updates, from where Megatron's optimizers keep it. Raises CheckpointError if it is not there."""
+    """Adam's count of updates. Raises CheckpointError if it is not there."""
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
-        inner, group = _settings(source)
-        step = inner.get("state", {}).get("common_step", group.get("step", source.iteration))
+        step, _ = adam_of(source)
         if step is None:
             raise CheckpointError("nothing says how many updates the optimizer made", where=source.path, do=_WITHOUT)
         return int(step)
 
 
-def _settings(source: MegatronReader) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The state dict of an optimizer (the first of several) without tensors, and its group of parameters with weight
-    decay."""
-    found = next(iter(optimizer_settings(source)), {})
-    inner = found.get("optimizer", found)
-    groups = inner.get("param_groups") or [{}]
-    return inner, next((group for group in groups if group.get("wd_mult") != 0.0), groups[0])
-
-
 def other_settings(source: MegatronReader, settings: Optimizer) -> str:
     """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's; empty if none does."""
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
-        group = _settings(source)[1]
+        _, group = adam_of(source)
         beta1, beta2 = group.get("betas", (None, None))
         theirs = {
             "beta1": beta1,

@@ -134,14 +134,14 @@ def _is_ours(path: Path) -> bool:
     return begun or (path / RUN_FILE).is_file()
 
 
-def read_saved(reader: TorchDistReader) -> Saved | None:
-    """The `run.json` of a checkpoint; None if another program wrote the checkpoint. Raises DamagedCheckpoint for one
-    that is not what a run writes."""
-    file = reader.path / RUN_FILE
-    if not has_file(file, reader.path):
+def read_saved(iteration: Path) -> Saved | None:
+    """The `run.json` in the directory of an iteration; None if another program wrote it. Raises DamagedCheckpoint for
+    one that is not what a run writes."""
+    file = iteration / RUN_FILE
+    if not has_file(file, iteration):
         return None
     try:
-        saved = Saved(**json.loads(read_file(file, reader.path)))
+        saved = Saved(**json.loads(read_file(file, iteration)))
         saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
@@ -162,10 +162,18 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
     return saved
 
 
+def settings_of(out: Path) -> Mapping[str, Any]:
+    """What the run in a folder was started with, by name, as its newest iteration has it; empty where there is none.
+    Raises DamagedCheckpoint as `read_saved`."""
+    steps = _iterations(out, "")
+    saved = read_saved(steps[max(steps)]) if steps else None
+    return {} if saved is None else saved.identity
+
+
 def recipe_of_run(reader: Reader) -> Recipe | None:
     """A recipe with the precision and optimizer sections of the run of ours that wrote a checkpoint; None if another
     program wrote it. Raises DamagedCheckpoint and RecipeError for a `run.json` that makes no sense."""
-    if not isinstance(reader, TorchDistReader) or (saved := read_saved(reader)) is None:
+    if not isinstance(reader, TorchDistReader) or (saved := read_saved(reader.path)) is None:
         return None
     keys = {key: value for key, value in saved.identity.items() if key.startswith(("precision.", "optimizer."))}
     return recipe_of(keys, reader.path / RUN_FILE)
@@ -184,11 +192,15 @@ def _is_guard_state(guard: object) -> bool:
     return False
 
 
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of what two runs were not started with alike."""
+    found, wanted = (json.loads(to_json(each)) for each in (one, other))
+    return sorted(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
+
+
 def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
     """Raise OutputError, naming what differs, if the run in `out` has another identity than `wanted`."""
-    found, plain = (json.loads(to_json(each)) for each in (saved.identity, wanted))
-    differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
-    if differing:
+    if differing := differing_settings(saved.identity, wanted):
         raise OutputError(
             f"another run is there: it differs in {', '.join(differing)}",
             where=out,

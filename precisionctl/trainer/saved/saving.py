@@ -20,7 +20,6 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
-from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems, sync
@@ -30,10 +29,10 @@ from precisionctl.conversion.worker import Worker
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
+from precisionctl.param import KINDS, STATE
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
-from precisionctl.trainer.optimizer.adamw import KINDS
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign

@@ -1,0 +1,51 @@
+"""GLM-5: DeepSeek-V3.2 whose indexer may serve the layers after it.
+
+Traps: a layer without an indexer sees the keys that the last one chose; the indexer's rotary channels are neighbouring
+pairs, too.
+"""
+
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Rule, layers
+from precisionctl.architectures.deepseek_keys import groups
+from precisionctl.architectures.deepseek_rows import MTP_ALIASES
+from precisionctl.architectures.deepseek_v32 import COMMON, ROWS
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape
+
+_KINDS = {"full": True, "F": True, "shared": False, "S": False}
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed = next((config[key] for key in ("indexer_types", "index_topk_pattern") if config.get(key) is not None), None)
+    if listed is None:
+        every, after = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        numbers = range(layers(config, where))
+        return {"dsa.layers": tuple(max(layer - after + 1, 0) % every == 0 for layer in numbers)}
+    if not isinstance(listed, list | str) or len(listed) > MOST_LAYERS or any(kind not in _KINDS for kind in listed):
+        raise DamagedCheckpoint(f"indexers are {shown(listed)}, not a list of `full` and `shared`", where=where)
+    return {"dsa.layers": tuple(_KINDS[kind] for kind in listed)}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    return {"indexer_types": ["full" if model.has_indexer(layer) else "shared" for layer in range(model.num_layers)]}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"glm_moe_dsa": "GlmMoeDsaForCausalLM"},
+    rows=ROWS,
+    config=(
+        *COMMON,
+        Key("dsa.n_heads", "index_n_heads", 32),
+        Always("dsa.rope_interleaved", True),
+        Rule(
+            ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+            _read_layers,
+            _write_layers,
+        ),
+        groups(1, 1),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+    ),
+    aliases=(TIED, *MTP_ALIASES),
+    derived=ROTARY,
+)

@@ -1,0 +1,72 @@
+"""Hunyuan (dense): Llama whose queries and keys are normalised after their rotary embedding.
+
+Trap: a `dynamic` scaling with `alpha` is none: it stretches the base, whatever the length.
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    HEADS,
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    size,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rope import read_rope, rope, rotary_parameters
+from precisionctl.model_shape import real
+
+_ROPE = rope()
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    parameters = rotary_parameters(config, where)
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind != "dynamic" or not parameters.get("alpha"):
+        return _ROPE.read(config, where)
+    unscaled = {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+    fields = read_rope(config, where, unscaled, 10000.0, 1.0)
+    head, alpha = size(config, "head_dim", where), real(parameters["alpha"], "alpha", where)
+    return {**fields, "rotary_base": fields["rotary_base"] * alpha ** (head / (head - 2))}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *renamed(ATTENTION, {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
+        *MLP_NORM,
+        *MLP,
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        ATTENTION_BIAS,
+        SILU,
+        Always("qk_layernorm", True),
+        Always("qk_layernorm_after_rope", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Rule(_ROPE.keys, _read_rope, _ROPE.write),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

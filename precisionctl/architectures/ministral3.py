@@ -1,0 +1,38 @@
+"""Ministral 3: Mistral whose queries grow with their position, beyond the context before YaRN.
+
+Trap: a config.json without rotary parameters has YaRN.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, everywhere, sliding_window, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+ARCHITECTURE = Architecture(
+    model_types={"ministral3": "Ministral3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(scaling=_YARN, query_scaling=True),
+        sliding_window(everywhere),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

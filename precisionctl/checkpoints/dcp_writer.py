@@ -1,0 +1,137 @@
+"""Write PyTorch's own checkpoints (DCP) with Hugging Face's names, as `dcp.save` writes `{"model": ..., "optimizer":
+...}` of `get_state_dict`, so that trainers load what they have names for in memory."""
+
+import itertools
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
+from precisionctl.checkpoints.base import Chunk, Companions
+from precisionctl.checkpoints.companions import to_json
+from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.huggingface import config_of_values
+from precisionctl.checkpoints.output import open_weights
+from precisionctl.checkpoints.torch_dist.placement import place, stored_tensors
+from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import ONE_RANK, STATE, TensorSpec
+
+PIECE_BYTES = 256 << 20
+"""Most bytes in a piece: a rank that loads a shard reads whole pieces."""
+
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""torch.optim.AdamW's own settings, for those that nobody stored."""
+
+_SWITCHES: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What else a parameter group of torch.optim.AdamW has."""
+
+
+class DcpWriter:
+    """Writes a directory with `.metadata`, and config.json and tokenizer beside it. `specs` are the model's tensors by
+    the names that its class has in memory, and AdamW's moments as `optimizer.state.<kind>.<tensor>`; `run` is what is
+    known beside those.
+
+    Parameters are in two groups, as trainers have them: matrices, whose weights decay, and others. Equal input gives
+    equal bytes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        companions: Companions,
+        config: Mapping[str, Any],
+        run: TrainerRun | None = None,
+    ) -> None:
+        self.directory, self.specs = directory, specs
+        self._companions, self._config, self._run = companions, config, run
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._placed = place(directory, specs, {name: self._key(name) for name in specs}, ONE_RANK, PIECE_BYTES)
+        self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
+        for placed in self._placed:
+            self._chunks[placed.name].append(placed.chunk)
+
+    def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The key that a tensor is stored under, and its place in a stack of experts."""
+        stored, expert = stored_name(name)
+        kind, _, parameter = stored.removeprefix(STATE).partition(".")
+        path = ("optimizer", "state", parameter, kind) if stored.startswith(STATE) else ("model", stored)
+        key = ".".join(path)
+        self._paths[key] = path
+        return key, () if expert is None else (expert,)
+
+    @cached_property
+    def stored(self) -> dict[str, dcp.DcpTensor]:
+        """The tensors by key, stacks whole."""
+        return stored_tensors(self.specs, self._placed)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks[name]
+
+    def lay_out(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
+            file = open_weights(path)
+            try:
+                for each in placed:
+                    each.write_around(file)
+                os.ftruncate(file, each.piece.span.offset + each.record.length)
+            finally:
+                os.close(file)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        """Write Adam's counts and settings, companion files, FP8 state, and last `.metadata`."""
+        tensors, objects = dict(self.stored), dict[str, torch_zip.Span]()
+        taken = {placed.path for placed in self._placed}
+        files = (self.directory / f"__0_{number}.distcp" for number in itertools.count())
+        path, offset = next(file for file in files if file not in taken), 0
+        with open(path, "wb") as file:
+            for place_of, record, shape in self._beside():
+                key = ".".join(map(str, place_of))
+                self._paths[key], span = place_of, torch_zip.Span(path, offset, len(record))
+                if shape is None:
+                    objects[key] = span
+                else:
+                    tensors[key] = dcp.DcpTensor(shape, torch.float32, (dcp.DcpPiece(shape, shape, span),))
+                offset += file.write(record)
+        for name, data in self._companions.files.items():
+            (self.directory / name).write_bytes(data)
+        config = config_of_values(self._companions, self._config, self.specs)
+        (self.directory / "config.json").write_bytes(to_json(config))
+        if fp8 is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+        dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
+
+    def _beside(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
+        """What is small, each with its path in the state dict and its archive: the count of every parameter, a tensor
+        of no dimension, and the settings of the groups."""
+        prefix = f"{STATE}exp_avg."
+        moments = {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
+        if not self._run or not moments:
+            return
+        decays = {stored_name(name)[0]: len(spec.shape) > 1 for name, spec in moments.items()}
+        count = torch_zip_writer.record(torch.float32, ())
+        for name in decays:
+            archive = count.head + struct.pack("=f", self._run.updates) + count.tail
+            yield ("optimizer", "state", name, "step"), archive, ()
+        settings = _ADAMW | dict(self._run.settings)
+        settings |= {"initial_lr": self._run.settings.get("initial_lr", settings["lr"])} | _SWITCHES
+        for number, undecayed in enumerate((False, True)):
+            group = settings | {"params": [name for name, many in decays.items() if many != undecayed]}
+            for key, value in (group | ({"weight_decay": 0.0} if undecayed else {})).items():
+                yield ("optimizer", "param_groups", number, key), torch_zip_writer.dump(value), None

@@ -1,0 +1,102 @@
+"""torchtitan's Llama under Hugging Face's names, weights and moments alike.
+
+It has the two numbers of a rotary pair in neighbouring rows of queries and keys, Hugging Face in the two halves of a
+head (torchtitan, Llama3StateDictAdapter). With fused attention the moments are those of one tensor, of which each group
+of queries has its heads, then a key, then a value; a hook splits the weights alone (models/common/attention.py).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Chunked, read_rows
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.model_shape import ModelShape
+
+EMBEDDING = "tok_embeddings.weight"
+
+_NAMES = {
+    r"tok_embeddings\.weight": "model.embed_tokens.weight",
+    r"norm\.weight": "model.norm.weight",
+    r"output\.weight": "lm_head.weight",
+    r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
+    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+}
+"""torchtitan's names of a Llama (torchtitan/models/llama3, 0.3.0 and older), as expressions, and Hugging Face's."""
+
+_FUSED = re.compile(r"layers\.(\d+)\.attention\.qkv_linear\.wqkv\.weight")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Rows of queries, keys or values: those of each head follow each other in the stored tensor `name`, from row
+    `starts[head]` on. With `pairs` the rows of a head are rotary pairs."""
+
+    stored: Chunked
+    name: str
+    starts: Sequence[int]
+    size: int
+    pairs: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.starts) * self.size, *self.stored.specs[self.name].shape[1:])
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`, as Hugging Face has them."""
+        size, first = self.size, row // self.size
+        starts = self.starts[first : -(-(row + rows) // size)]
+        heads = torch.stack([read_rows(self.stored, self.name, start, size) for start in starts])
+        if self.pairs:
+            heads = heads.view(len(starts), size // 2, 2, -1).transpose(1, 2)
+        return heads.reshape(len(starts) * size, -1)[row - first * size :][:rows]
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name for torchtitan's; any other name as it is."""
+    return next((re.sub(old, new, name) for old, new in _NAMES.items() if re.fullmatch(old, name)), name)
+
+
+def by_hf_names(stored: Chunked, names: Mapping[str, str], model: ModelShape, where: Path) -> dict[str, str | Heads]:
+    """Hugging Face's names, and for each the stored tensor that it is, or its rows in one. `names` are torchtitan's
+    names of stored tensors. Raises DamagedCheckpoint for two that are the same tensor, and for odd or cut off heads."""
+    size, queries, groups = model.kv_channels, model.num_attention_heads, model.num_query_groups
+    if size % 2:
+        what = f"heads of {size} rows (head_dim): rotary embeddings turn pairs of them"
+        raise DamagedCheckpoint(what, where="config.json")
+    per, found, seen = queries // groups, dict[str, str | Heads](), dict[str, str]()
+    for titan, name in names.items():
+        spec, made = stored.specs[name], dict[str, str | Heads]()
+        if match := _FUSED.fullmatch(titan):
+            starts = [(head // per * (per + 2) + head % per) * size for head in range(queries)]
+            keys = [(group * (per + 2) + per) * size for group in range(groups)]
+            _check_rows(titan, spec.rows, (per + 2) * groups * size, where)
+            for kind, rows in (("q", starts), ("k", keys), ("v", [start + size for start in keys])):
+                hf = f"model.layers.{match[1]}.self_attn.{kind}_proj.weight"
+                made[hf] = Heads(stored, name, rows, size, pairs=kind != "v")
+        elif (hf := hf_name(titan)).endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+            heads = queries if hf.endswith("q_proj.weight") else groups
+            _check_rows(titan, spec.rows, heads * size, where)
+            made[hf] = Heads(stored, name, range(0, heads * size, size), size, pairs=True)
+        else:
+            made[hf] = name
+        for hf in made:
+            if (first := seen.setdefault(hf, titan)) != titan:
+                what = f"`{first}` and `{titan}` are both `{hf}`"
+                raise DamagedCheckpoint(what, where=where, do="Save one model, under one set of names.")
+        found |= made
+    return found
+
+
+def _check_rows(name: str, rows: int, expected: int, where: Path) -> None:
+    if rows != expected:
+        what = f"`{name}` has {rows} rows, the model's sizes say {expected}"
+        raise DamagedCheckpoint(what, where=where, do="Does the config belong to this checkpoint?")

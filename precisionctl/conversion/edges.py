@@ -1,0 +1,108 @@
+"""Edges: from one format of codes to another, exactly or rounded, said before a conversion and counted after it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.fp8.elements import Element
+from precisionctl.fp8.group_scales import MXFP4_GROUP
+from precisionctl.param import TensorSpec
+from precisionctl.planning.plan import Plan
+from precisionctl.quant_methods.base import EXPONENTS, Scales
+
+EdgeKind = Literal["same", "exact", "in reach", "rounded"]
+"""What becomes of codes whose values have not changed. `same`: they are the same; `exact`: others, of the same values;
+`in reach`: that too, as far as E4M3 reaches from the largest of a block down (from 6 * 2^6 to 2^-9); `rounded`: values
+are rounded once more."""
+
+_IN_WORDS: Mapping[EdgeKind, str] = {
+    "same": "the same codes again, where values and global scales are unchanged",
+    "exact": "exact: under the scales that they have, all of these are numbers of E4M3",
+    "in reach": "exact where a block's scales are within a factor of 2^14; else the values that differ are counted",
+    "rounded": "rounded once more; the values that differ are counted",
+}
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The edge that weights take, `before` and `after` as names of formats."""
+
+    before: str
+    after: str
+    kind: EdgeKind
+
+    def __str__(self) -> str:
+        return f"from {self.before} to {self.after}" if self.before != self.after else f"in {self.after}"
+
+
+def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
+    """The edge of each weight that is codes in a plan's result and was codes before, of four bits on either side."""
+    found = {}
+    for job in plan.jobs:
+        for name, scales in (job.encode.weights if job.encode else {}).items():
+            if name in encodings.weights and (encodings.weights[name].packing or plan.targets[name].packing):
+                before = _format(encodings.weights[name], encodings.scales[name], encodings.stored.specs)
+                after = _format(plan.targets[name], scales, plan.targets)
+                powers_of_2 = job.encode is not None and job.encode.numbers == "powers of 2"
+                found[name] = Edge(before.name, after.name, _kind(before, after, powers_of_2))
+    return found
+
+
+@dataclass(frozen=True)
+class _EdgeEnd:
+    """What codes of a weight are, and what is stored of their scales, as far as codes depend on it."""
+
+    name: str
+    element: Element
+    block: tuple[int, int]
+    divides: bool | None
+    zero_points: bool
+
+
+def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _EdgeEnd:
+    exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
+    name = weight.packing.name if weight.packing else "MXFP8" if exponents else "FP8"
+    divides = scales.divides if scales.global_scale else None
+    return _EdgeEnd(name, weight.element, scales.block, divides, scales.zero_points is not None)
+
+
+def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:
+    if before == after:
+        return "same"
+    if (before.name, after.name) == ("MXFP4", "MXFP8"):
+        return "exact"
+    return "in reach" if (before.name, after.name) == ("MXFP4", "FP8") and powers_of_2 else "rounded"
+
+
+def edge_notes(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+    """Before a conversion: which kind of edge weights of four bits take."""
+    for edge, count in Counter(edges(encodings, plan).values() if encodings else ()).items():
+        yield f"{count} weights {edge}: {_IN_WORDS[edge.kind]}."
+
+
+def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, plan: Plan) -> Iterator[str]:
+    """After a conversion: what became of those weights of a plan's result that were codes before; `changed` as in
+    Findings."""
+    again = [name for name in plan.codes if name in encodings.weights]
+    found = {name: edge for name, edge in edges(encodings, plan).items() if edge.kind != "same"}
+    kept = [name for name in again if name not in found]
+    if kept or not found:
+        yield f"{len(set(kept) - changed.keys())} of {len(kept)} weights have the same codes and scales as before."
+    if others := [name for name in kept if name in changed]:
+        yield (
+            f"{len(others)} have blocks with new scales (their values have changed, their rows were split, or other "
+            f"blocks were asked for): {_counted('codes', others, changed, encodings)}"
+        )
+    for edge in dict.fromkeys(found.values()):
+        names = [name for name in found if found[name] == edge]
+        rounded = [name for name in names if changed.get(name)]
+        what = _counted("values", rounded, changed, encodings) if rounded else "no value differs."
+        yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
+
+
+def _counted(what: str, names: Sequence[str], changed: Mapping[str, int], encodings: WeightEncodings) -> str:
+    total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in names)
+    worst = max(names, key=lambda name: changed[name])
+    return f"{sum(changed[name] for name in names):,.0f} of {total:,} {what} differ, most of them in {worst}."

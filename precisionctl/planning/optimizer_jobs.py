@@ -1,0 +1,75 @@
+"""Jobs for an optimizer: FP32 masters and moments go the way of their parameter, whatever trainer has saved them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from precisionctl.architectures.rearrange import GAMMA, SAME
+from precisionctl.errors import MappingError
+from precisionctl.param import KINDS, STATE, Layout, TensorSpec
+from precisionctl.planning.checks import check_names
+from precisionctl.planning.plan import Job
+
+
+@runtime_checkable
+class OptimizerSource(Protocol):
+    """A Reader that has the state of an optimizer too: `optimizer.state.<kind>.<parameter>`, with the parameter's name
+    in the source's layout. Under Hugging Face's names a weight without a master is its own."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
+
+
+DROP = "Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter."
+
+
+def optimizer_jobs(
+    jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool = True
+) -> Iterator[Job]:
+    """The jobs for the optimizer's tensors of the parameters in `jobs`, with the `masters` or without.
+
+    From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros
+    that only Megatron has were never trained. Raises MappingError for state of no parameter, and MissingTensor for a
+    parameter with moments of some of its tensors, or of others alone.
+    """
+    kinds: dict[str, list[str]] = {}  # of each parameter
+    for name in source.optimizer_specs:
+        kind, _, parameter = name.removeprefix(STATE).partition(".")
+        kinds.setdefault(parameter if name.startswith(STATE) else name, []).append(kind)
+    whole, missing = source.layout == "hf", list[str]()
+    for job in jobs:
+        stored = [kinds.pop(name, []) for name in job.reads]
+        if job.row.keeps_dtype and not any(stored):
+            continue  # a router's bias, which a rule changes
+        for kind in dict.fromkeys((*(KINDS if whole else ()), *(kind for each in stored for kind in each))):
+            reads = tuple(f"{STATE}{kind}.{name}" for name in job.reads)
+            lacking = [read for read, each in zip(reads, stored, strict=True) if kind not in each]
+            if kind == "param" and lacking == [*reads]:
+                reads = job.reads
+            elif lacking:
+                missing += lacking
+                continue
+            row = replace(job.row, gemm=False)
+            if kind != "param" and row.rearrangement == GAMMA:
+                row = replace(row, rearrangement=SAME)  # a difference of weights is the same, from wherever they count
+            own = job.writes[: len(row.hf) if target == "hf" else 1]
+            writes = tuple(f"{STATE}{kind}.{name}" for name in own)
+            if (writes and masters) or kind != "param":  # that a weight without a place is zero is checked already
+                yield Job(f"{STATE}{kind}.{job.name}", row, reads, writes)
+    if kinds:
+        parameter, (kind, *_) = next(iter(kinds.items()))
+        what = f"`{STATE}{kind}.{parameter}`" if kind in KINDS else f"`{parameter}`"
+        raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
+    check_names(missing, [], "Was a part of the model frozen? --drop-optimizer leaves the optimizer behind.")
+
+
+def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:
+    """The jobs of a model whose weights are to be its FP32 masters, where there are any; copies are of weights."""
+    found, read = source.optimizer_specs, []
+    for job in jobs:
+        masters = tuple(f"{STATE}param.{name}" for name in job.reads)
+        has_all = bool(masters) and all(name in found for name in masters)
+        read.append(replace(job, reads=masters, copies=()) if has_all else job)
+    return read

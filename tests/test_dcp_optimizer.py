@@ -1,0 +1,158 @@
+"""AdamW's state in PyTorch's own checkpoints goes where its parameters go, and runs go on from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import conversions
+import pytest
+import torch
+from torch import Tensor
+from trained_models import MOMENTS, config_of, moments, save, states, trained
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import CheckpointError, MappingError, MissingTensor, ShapeMismatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def optimizer_in(path: Path) -> dict[str, Tensor]:
+    reader = open_checkpoint(path)
+    assert isinstance(reader, TorchDistReader)
+    return {name: read_tensor(WithOptimizer(reader), name) for name in reader.optimizer_specs}
+
+
+def weights_as(tmp_path: Path, what: str, tensors: dict[str, Tensor], reference: Path) -> dict[str, Tensor]:
+    """Tensors in the place of weights, by Megatron's names."""
+    made = save(tmp_path / f"{what}-as-weights", tensors)
+    conversions.run(made, tmp_path / f"{what}-in-megatron", "megatron", reference=reference)
+    return conversions.tensors(tmp_path / f"{what}-in-megatron")
+
+
+@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "gemma2", "phi3"])
+def test_masters_and_moments_go_where_weights_of_their_names_go(tmp_path: Path, family: str) -> None:
+    model, optimizer = trained(family)
+    reference = config_of(model, tmp_path / "config")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    conversions.run(made, tmp_path / "out", "megatron", "bf16", reference=reference, verify=True)
+    found = optimizer_in(tmp_path / "out")
+    weights = weights_as(tmp_path, "weights", model.state_dict(), reference)
+    assert found.keys() == {f"optimizer.state.{kind}.{name}" for kind in (*MOMENTS, "param") for name in weights}
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    for kind in MOMENTS:
+        expected = weights_as(tmp_path, kind, moments(model, optimizer, kind), reference)
+        assert all(torch.equal(found[f"optimizer.state.{kind}.{name}"], one) for name, one in expected.items())
+    rounded = conversions.tensors(tmp_path / "out")
+    for name, master in weights.items():
+        assert torch.equal(found[f"optimizer.state.param.{name}"], master)
+        assert torch.equal(rounded[name], master.bfloat16())
+
+
+def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3", updates=3)
+    optimizer.param_groups[0]["initial_lr"] = 0.02
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    told = conversions.run(made, tmp_path / "out", "megatron", reference=config_of(model, tmp_path / "config"))
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 3 and reader.args["no_save_optim"] is False
+    inner = reader.common["optimizer"]["optimizer"]
+    assert inner["state"] == {"common_step": 3}
+    same = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 3, "lr": 0.01, "eps": 1e-8}
+    same |= {"betas": (0.9, 0.95), "max_lr": 0.02, "min_lr": 0.0}
+    assert inner["param_groups"] == [
+        same | {"wd_mult": 1.0, "weight_decay": 0.1},
+        same | {"wd_mult": 0.0, "weight_decay": 0.0},
+    ]
+    assert any("schedule of learning rates" in note for note in told.notes)
+
+
+def test_without_its_optimizer_a_checkpoint_is_weights_alone(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    reference = config_of(model, tmp_path / "config")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    told = conversions.run(made, tmp_path / "out", "megatron", reference=reference, drop_optimizer=True)
+    assert any("The optimizer stays behind: 42 tensors" in note for note in told.notes)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and not reader.optimizer_specs and reader.iteration is None
+
+
+@pytest.mark.parametrize("nested", [{"app": None}, {"app": "optim"}, {"state": "optimizer"}])
+def test_a_state_dict_one_level_deeper_is_the_same(tmp_path: Path, nested: dict[str, Any]) -> None:
+    model, optimizer = trained("llama-3")
+    reference = config_of(model, tmp_path / "config")
+    ((outer, name),) = nested.items()
+    whole = states(model, optimizer)
+    inside = {"model": whole["model"]} | ({name: whole["optimizer"]} if name else {})
+    conversions.run(save(tmp_path / "dcp", whole), tmp_path / "flat", "megatron", reference=reference)
+    conversions.run(save(tmp_path / "deep", {outer: inside}), tmp_path / "out", "megatron", reference=reference)
+    conversions.assert_same_tensors(tmp_path / "flat", tmp_path / "out")
+    if name:
+        deep, flat = optimizer_in(tmp_path / "out"), optimizer_in(tmp_path / "flat")
+        assert deep.keys() == flat.keys() and all(torch.equal(deep[key], flat[key]) for key in flat)
+
+
+def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_names(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    whole, step = states(model, optimizer), tmp_path / "checkpoint-7"
+    save(step / "pytorch_model_fsdp_0", {"model": whole["model"]})
+    save(step / "optimizer_0", {"optimizer": whole["optimizer"]})
+    config_of(model, step)
+    (step / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    conversions.run(step, tmp_path / "out", "megatron")
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 7
+    assert reader.common["optimizer"]["optimizer"]["state"] == {"common_step": 2}
+    assert len(reader.optimizer_specs) == 3 * len(reader.specs)
+    (step / "trainer_state.json").write_text(json.dumps({"global_step": "7"}))
+    with pytest.raises(CheckpointError, match="names no step"):
+        conversions.run(step, tmp_path / "other", "megatron")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (
+            lambda state: state["model.norm.weight"]["step"].add_(1),
+            CheckpointError,
+            "other numbers of updates: .* 2 and",
+        ),
+        (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
+        (
+            lambda state: state.pop("model.norm.weight"),
+            MissingTensor,
+            r"missing +optimizer\.state\.exp_avg\.model\.norm",
+        ),
+        (lambda state: state["model.norm.weight"].pop("exp_avg_sq"), MissingTensor, r"missing +\S+exp_avg_sq"),
+        (
+            lambda state: state.update(stranger=state["model.norm.weight"]),
+            MappingError,
+            r"`optimizer\.state\.exp_avg\.stranger` is not the state of a parameter",
+        ),
+        (
+            lambda state: state["model.norm.weight"].update(exp_avg=torch.zeros(3)),
+            ShapeMismatch,
+            r"exp_avg\.model\.norm\.weight` is \[3\]",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_and_can_be_dropped(
+    tmp_path: Path, spoil: Any, error: Any, message: str
+) -> None:
+    model, optimizer = trained("llama-3")
+    whole = states(model, optimizer)
+    spoil(whole["optimizer"]["state"])
+    made = save(tmp_path / "dcp", whole)
+    reference = config_of(model, tmp_path / "config")
+    with pytest.raises(error, match=message):
+        conversions.run(made, tmp_path / "out", "megatron", reference=reference)
+    conversions.run(made, tmp_path / "out", "megatron", reference=reference, drop_optimizer=True)
+
+
+def test_a_routers_bias_that_a_rule_changes_needs_no_state(tmp_path: Path) -> None:
+    model, optimizer = trained("deepseek-v3")
+    reference = config_of(model, tmp_path / "config")
+    conversions.run(save(tmp_path / "dcp", states(model, optimizer)), tmp_path / "out", "megatron", reference=reference)
+    assert not any("expert_bias" in name for name in optimizer_in(tmp_path / "out"))

@@ -1,0 +1,115 @@
+"""PyTorch's checkpoints that we write are what PyTorch's own loader, and a run, go on from."""
+
+import json
+from pathlib import Path
+
+import conversions
+import pico
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from trained_models import adamw, config_of, save, states, train, trained
+from transformers import PreTrainedModel
+
+from precisionctl.checkpoints import dcp_writer
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.errors import RecipeError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def loaded(path: Path, family: str, one_group: bool = False) -> tuple[PreTrainedModel, torch.optim.AdamW]:
+    """Another model and optimizer, into which PyTorch has loaded a checkpoint."""
+    model = pico.make(family, seed=99)
+    optimizer = torch.optim.AdamW(model.parameters()) if one_group else adamw(model)
+    for group in optimizer.param_groups:
+        group.update(lr=0.5, initial_lr=0.5)
+    state = states(model, optimizer)
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return model, optimizer
+
+
+@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "phi3", "deepseek-v2"])
+def test_pytorch_goes_on_from_a_megatron_checkpoint_with_the_losses_of_the_run(tmp_path: Path, family: str) -> None:
+    """PyTorch's checkpoint to Megatron's in BF16 with FP32 masters, and back to PyTorch."""
+    model, optimizer = trained(family)
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    reference = config_of(model, tmp_path / "config")
+    conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp", verify=True)
+    going_on = train(model, optimizer, range(2, 7))
+    other, its_optimizer = loaded(tmp_path / "back", family)
+    assert train(other, its_optimizer, range(2, 7)) == going_on
+    fresh = pico.make(family)
+    fresh.load_state_dict(loaded(tmp_path / "back", family)[0].state_dict())
+    assert train(fresh, adamw(fresh), range(2, 7)) != going_on  # the moments matter
+
+
+def test_settings_of_the_optimizer_come_back_whatever_its_groups_are(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    conversions.run(
+        save(tmp_path / "dcp", states(model, optimizer)),
+        tmp_path / "out",
+        "hf",
+        container="dcp",
+        reference=config_of(model, tmp_path / "config"),
+    )
+    _, two = loaded(tmp_path / "out", "llama-3")
+    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in two.param_groups] == [
+        (0.01, (0.9, 0.95), 0.1),
+        (0.01, (0.9, 0.95), 0.0),
+    ]
+    _, one = loaded(tmp_path / "out", "llama-3", one_group=True)
+    assert all(torch.equal(state["step"], torch.tensor(2.0)) for state in one.state.values())
+
+
+def test_weights_alone_are_a_state_dict_of_the_class(tmp_path: Path) -> None:
+    model = pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, tie_word_embeddings=True)
+    conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container="dcp", verify=True)
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}}
+    assert "lm_head.weight" in state["model"]
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in model.state_dict().items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_moe"
+    conversions.run(tmp_path / "out", tmp_path / "again", "hf")
+    conversions.assert_same_tensors(tmp_path / "hf", tmp_path / "again")
+
+
+@pytest.mark.parametrize("family", pico.representing(pico.rows))
+def test_names_and_shapes_are_those_that_the_class_has_in_memory(tmp_path: Path, family: str) -> None:
+    model = pico.save(tmp_path / "hf", family)
+    writer = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="dcp")).writer
+    assert isinstance(writer, dcp_writer.DcpWriter)
+    expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in writer.stored.items()} == expected
+
+
+def test_bytes_do_not_depend_on_workers_and_large_tensors_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_writer, "PIECE_BYTES", 10_000)
+    model, optimizer = trained("llama-3")
+    made, reference = save(tmp_path / "dcp", states(model, optimizer)), config_of(model, tmp_path / "config")
+    for workers in (1, 3):
+        conversions.run(made, tmp_path / f"{workers}", "hf", container="dcp", reference=reference, workers=workers)
+    one, three = (conversions.tree(tmp_path / str(workers)) for workers in (1, 3))
+    assert one == three
+    index = FileSystemReader(tmp_path / "1").read_metadata()
+    pieces = index.state_dict_metadata["model.model.embed_tokens.weight"].chunks  # type: ignore[union-attr]
+    assert [chunk.sizes[0] for chunk in pieces] == [39] * 6 + [16]
+    assert loaded(tmp_path / "1", "llama-3")[0].state_dict().keys() == model.state_dict().keys()
+
+
+def test_an_fp8_directory_becomes_values_and_no_codes_are_written(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "fp8", "vllm", "dynamic"))
+    conversions.run(tmp_path / "fp8", tmp_path / "out", "hf", container="dcp")
+    tensors = conversions.tensors(tmp_path / "out")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    with pytest.raises(RecipeError, match="not written as dcp"):
+        Request(tmp_path / "hf", tmp_path / "other", "hf", "fp8", container="dcp")
