@@ -91,6 +91,7 @@ def for_engine(request: Request, source: Source) -> Result:
                 "they are one tensor and stay in BF16",
                 do="Export with --scheme block.",
             )
+    if engine.name == "transformers" and (isinstance(model, UntabledModel) or model.wrapper):
         notes.append(
             "transformers gives modules of some models other names in memory, and may take some that stay in BF16 for "
             "FP8: load it with output_loading_info=True, and see that no weight is missing."

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.megatron.keys import COMPANIONS
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import check_link
 
 FORMAT = WeightFileFormat("safetensors", "towers", SAFETENSORS.suffix, SAFETENSORS.read, SAFETENSORS.lay_out)
 
@@ -25,6 +26,7 @@ FORMAT = WeightFileFormat("safetensors", "towers", SAFETENSORS.suffix, SAFETENSO
 def stored_towers(directory: Path) -> StoredTensors:
     """The towers that are kept in an iteration's directory. Raises DamagedCheckpoint as `stored_places`."""
     companions = directory / COMPANIONS
+    check_link(companions, directory)
     places = stored_places(companions, FORMAT) if any(companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")) else {}
     return StoredTensors({TOWERS + name: place for name, place in places.items()})
 
