@@ -14,7 +14,7 @@ from conversions import carry_out, run, tree
 from safetensors.torch import save_file
 
 from precisionctl.architectures.families import read_model
-from precisionctl.architectures.read_off import rows, why_not_gemms
+from precisionctl.architectures.read_off import may_be_asked_for, rows, why_not_gemms
 from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
@@ -106,6 +106,72 @@ def test_what_is_no_gemm_is_told_from_what_has_almost_its_name() -> None:
     assert reasons.keys() == pairs.keys() - {"model.layers.0.mlp.experts.gate_up_proj_bias[1]"} | set()
 
 
+NEVER = {
+    "a norm": "ln ln_f q_norm input_layernorm norm1",
+    "an embedding": "embed_tokens word_embeddings patch_embedding emb tok_emb wte wpe position_bias "
+    "decoder_position_bias relative_attention_bias rel_pos rel_pos_h",
+    "a head": "head lm_head score classifier qa_outputs",
+    "of multi-token prediction": "eh_proj",
+}
+UNLESS_ASKED = {
+    "of a tower or projector": "vision_tower visual audio_tower speech_encoder image_encoder multi_modal_projector "
+    "connector resampler aligner merger vit siglip clip mm_projector",
+    "a router or gate": "gate wg wgate gate_attn shared_expert_gate f_gate_preact router moe_router in_proj_ba "
+    "in_proj_b in_proj_a f_a_proj f_b_proj a_proj b_proj f_proj g_proj",
+    "of an indexer": "indexer compressor",
+    "of a state-space model's step": "x_proj dt_proj",
+    "of a convolution": "conv conv1d conv2d conv3d q_conv1d",
+    "of a residual connection": "attn_hyper_connection hyper_connections altup altup_projections",
+}
+GEMMS = """q_proj k_proj v_proj o_proj qkv_proj query_key_value wq_b kv_b_proj gate_proj up_proj down_proj gate_up_proj
+fc1 fc2 c_fc w1 w2 out_proj in_proj in_proj_qkvz dense dense_h_to_4h linear_1 wo wi_0 conversation clipped""".split()
+"""Names of modules as models have them."""
+
+
+def test_every_word_of_what_is_no_gemm_is_known_and_no_other() -> None:
+    for reasons, asked_for in ((NEVER, False), (UNLESS_ASKED, True)):
+        for why, words in reasons.items():
+            for word in words.split():
+                last, inner = f"model.layers.0.{word}.weight", f"model.layers.0.{word}.fc1.weight"
+                found = why_not_gemms(matrices(last, inner))
+                assert found.get(last) == why and may_be_asked_for(found[last]) is asked_for, word
+                assert found.get(inner) == (why if asked_for else None), word
+    gemms = [f"model.layers.0.{word}.weight" for word in GEMMS]
+    assert why_not_gemms(matrices(*gemms)) == {}
+
+
+def test_a_gemm_is_a_matrix_of_values_in_a_layer() -> None:
+    name = "model.layers.0.q_proj.weight"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+        assert why_not_gemms(matrices(name, dtype=dtype)) == {}
+    assert why_not_gemms(matrices(name, dtype=torch.int8)) == {name: "no values"}
+    for shape in ((64,), (0, 32), (64, 0), (4, 64, 32)):
+        assert why_not_gemms(matrices(name, shape=shape)) == {name: "no matrix of a linear"}
+    assert why_not_gemms(matrices("model.layers.0.q_proj.table")) == {
+        "model.layers.0.q_proj.table": "no matrix of a linear"
+    }
+    (outside,) = why_not_gemms(matrices("model.proj.weight")).values()
+    assert outside == "outside of the layers" and may_be_asked_for(outside)
+    assert not may_be_asked_for("no values") and not may_be_asked_for("stored as [in, out]")
+
+
+def test_beside_a_language_model_every_other_part_is_a_tower() -> None:
+    names = "model.language_model.layers.0.fc1.weight", "mtp.layers.0.fc1.weight", "model.eyes.layers.0.fc1.weight"
+    assert why_not_gemms(matrices(*names)) == {names[2]: "of a tower or projector"}
+    assert why_not_gemms(matrices(*names[1:])) == {}
+
+
+def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_people_do() -> None:
+    keeping = ["A_log", "D", "dt_bias", "e_score_correction_bias", "correction_bias", "expert_bias"]
+    names = [f"model.layers.0.mixer.{name}" for name in [*keeping, "bias", "A_log_proj", "Dt"]]
+    kept = [row.megatron for row in rows(matrices(*names, dtype=torch.float32)) if row.keeps_dtype]
+    assert sorted(kept) == sorted(names[: len(keeping)])
+    (counter,) = rows(matrices("model.steps", dtype=torch.int64))
+    assert counter.keeps_dtype and not counter.gemm
+    ordered = [f"model.layers.{layer}.fc{number}.weight" for layer in (0, 2, 10) for number in (1, 2, 11)]
+    assert [row.megatron for row in rows(matrices(*reversed(ordered)))] == ordered
+
+
 def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_is_used() -> None:
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
     biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
@@ -119,6 +185,8 @@ def test_experts_have_one_state_for_each_linear_unless_a_number_is_missing() -> 
     assert {row.of_experts for row in rows(matrices(*numbered))} == {False}
     ordered = [row.megatron for row in rows(matrices(*numbered[:11]))]
     assert ordered == [f"layers.0.experts.w1.weight{number}" for number in range(11)]
+    fused = matrices(*numbered[:11], "layers.0.experts.w1.weight")
+    assert {row.megatron for row in rows(fused)} == fused.keys(), "a name is taken"
 
 
 @pytest.fixture(scope="module")

@@ -93,12 +93,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
-    "DeepSpeed": (
-        files("latest", "zero_to_fp32.py", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "DeepSpeed",
-        "deepspeed.utils.zero_to_fp32 .*here OUT --safe",
-    ),
-    "DeepSpeed, universal": (files("zero/lm_head.weight/fp32.pt"), "universal", "zero_to_fp32"),
     "verl's FSDP": (files("model_world_size_2_rank_0.pt", "fsdp_config.json"), "verl", "verl.model_merger merge"),
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
@@ -144,12 +138,6 @@ def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) ->
     (tmp_path / name).touch()
     with pytest.raises(UnknownFormat, match=what):
         open_checkpoint(tmp_path / name)
-
-
-def test_a_directory_of_deepspeeds_step_is_named_by_the_one_above_which_its_program_wants(tmp_path: Path) -> None:
-    files("latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt")(tmp_path / "run")
-    with pytest.raises(UnknownFormat, match=r"zero_to_fp32 \S*/run OUT"):
-        open_checkpoint(tmp_path / "run" / "global_step3")
 
 
 def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +13,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, recorded, with_outlier
+from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
-from precisionctl.fp8 import sidecar
+from precisionctl.fp8 import nibbles, sidecar
+from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB, GAUSSIAN_ZEROS, four_bit_losses
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds
+from precisionctl.readiness.assess import assess
 from precisionctl.readiness.history import headroom, read_history
-from precisionctl.readiness.judge import judge, shortened, split_name
+from precisionctl.readiness.judge import judge
+from precisionctl.readiness.patterns import shortened, split_name
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.reports import readiness as report
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
 
@@ -37,7 +43,7 @@ def measured(path, states=None, workers=1):
     seen = []
     found = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=seen.append)
     assert sum(seen) == stored_bytes(reader, jobs)
-    return found
+    return {module: [one.statistics for one in each] for module, each in found.items()}
 
 
 def counts(one):
@@ -405,3 +411,43 @@ def test_a_gaussian_loses_as_little_as_the_limit_on_underflow_says():
     assert lost == pytest.approx(1e-5, rel=0.2)
     largest = next(sigmas for sigmas in range(100, 10_000, 10) if math.erf(sigmas / reach / math.sqrt(2)) > 0.01)
     assert largest == pytest.approx(5_700, rel=0.02)
+
+
+OUTLIERS = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_that_four_bits_lose_too_much_of_are_left_out_of_them(tmp_path: Path, workers: int) -> None:
+    """A channel of outliers in every 128 spoils INT4's groups; NVFP4's groups, of 16, lose more zeros than noise: an
+    outlier is most of its group's signal. The numbers are those of a slow definition of INT4."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    pico.save(tmp_path, "llama-3", dtype=torch.bfloat16, **sizes)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            tensors[name] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))).bfloat16()
+    tensors[OUTLIERS][:, ::128] *= 12
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = assess(open_checkpoint(tmp_path), None, lambda total: nullcontext(lambda done: None), workers)
+    cost, module = found.four_bits, "decoder.layers.1.mlp.linear_fc2"
+    assert cost is not None and cost.left_out == {"nvfp4": (), "mxfp4": (), "w4a16": (module,)}
+    rows = tensors[OUTLIERS][::8].float()
+    best = torch.full((16, 2), torch.inf)
+    for part in (1.0, 0.9, 0.8):
+        groups = rows.view(16, 2, 128)
+        scale = (groups.abs().amax(2, keepdim=True) * part / 7.5).bfloat16().float()
+        best = best.minimum(((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(2))
+    assert cost.sqnr_db[module]["w4a16"] == pytest.approx(10 * math.log10(rows.square().sum() / best.sum()), abs=0.01)
+    tables = "\n".join(" ".join(row) for row in report.four_bit_tables(found)[0].rows)
+    assert f"{cost.sqnr_db[module]['w4a16']:.1f} dB" in tables
+    (line,) = [line for line in report.advice(found, "CKPT") if line.startswith("keep_bf16")]
+    assert line == f'keep_bf16 = ["{module}"]'
+    assert report.as_json(found)["four_bits"]["left_out"]["w4a16"] == (module,)
+
+
+def test_what_gaussian_weights_lose_in_four_bits_is_what_the_limits_are_in_times_of() -> None:
+    values = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
+    for scheme, loss in four_bit_losses(values, values.abs().amax(), torch.empty(nibbles.SCRATCH)).items():
+        assert loss.sqnr == pytest.approx(GAUSSIAN_DB[scheme], abs=0.06)
+        assert loss.underflow == pytest.approx(GAUSSIAN_ZEROS[scheme], abs=0.001)

@@ -42,7 +42,7 @@ def with_everything():
 
 def test_json_has_every_role_of_every_module_and_keeps_its_form():
     found = json.loads(json.dumps(report.as_json(with_everything())))
-    assert found.keys() == {"thresholds", "verdicts", "notes", "modules"}
+    assert found.keys() == {"thresholds", "verdicts", "four_bits", "notes", "modules"}
     assert found["verdicts"].keys() == {"delayed", "current", "block", "mxfp8"}
     assert found["verdicts"]["current"] == {
         "ready": False,

@@ -434,6 +434,18 @@ def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_
     assert compare(megatron, other).equal
 
 
+def test_files_of_two_models_that_differ_are_said_not_to_be_compared(source):
+    def with_files(**files):
+        named = {name.replace("_", "."): data for name, data in files.items()}
+        return replace(source_in_memory(source), companions=replace(source.companions, files=named))
+
+    config = source.companions.files["config.json"]
+    one = with_files(config_json=config, tokenizer_json=b"{}", vocab_txt=b"a")
+    other = with_files(config_json=config, tokenizer_json=b"[]", vocab_txt=b"a", merges_txt=b"b")
+    for b, what in ((one, []), (other, ["tokenizer.json, merges.txt"]), (with_files(), [])):
+        assert [each.what for each in compare(one, b).not_compared if each.topic == "files"] == what
+
+
 def test_the_sign_of_zero_is_a_difference(source):
     a, b = in_memory.to_megatron(source), in_memory.to_megatron(source)
     a.tensors["decoder.final_layernorm.weight"][0], b.tensors["decoder.final_layernorm.weight"][0] = 0.0, -0.0

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fp8_directories
 import in_memory
@@ -18,14 +19,18 @@ from conversions import run
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
+from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.compare import Comparison, compare
+from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.losses import LOWEST_DB, Losses
 
 Tensors = dict[str, torch.Tensor]
@@ -160,6 +165,66 @@ def test_scales_of_former_codes_are_compared_where_the_values_are(tmp_path: Path
     path.unlink()
     left_out = compared(tmp_path / "values", tmp_path / "megatron").not_compared
     assert any(each.topic == "one encoding" for each in left_out)
+
+
+def test_a_scale_recorded_since_explains_one_of_codes_and_no_other_of_former_codes(tmp_path: Path) -> None:
+    """Values that were codes, whose state went on, against the codes that they become again."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor", num_hidden_layers=1)
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16")
+    shutil.copytree(tmp_path / "values", tmp_path / "trained")
+    states = sidecar.read(tmp_path / "trained" / sidecar.RELATIVE)
+    states.modules["decoder.layers.0.mlp.linear_fc2"].roles["input"].amax_history[-1] = 7.0
+    sidecar.write(tmp_path / "trained" / sidecar.RELATIVE, states)
+    run(tmp_path / "trained", tmp_path / "again", "hf", "fp8")
+    assert compared(tmp_path / "trained", tmp_path / "again").equal
+    assert compared(tmp_path / "again", tmp_path / "trained").equal
+    assert not compared(tmp_path / "fp8", tmp_path / "again").equal
+    (line,) = compared(tmp_path / "values", tmp_path / "again").settings
+    assert line.startswith(f"input scale of {DOWN}.weight is ")
+
+
+def test_one_scale_of_a_cache_is_not_one_for_each_head(static: Path, tmp_path: Path) -> None:
+    other = changed(static, tmp_path / "other", lambda tensors: tensors.update({K: tensors[K].expand(4).clone()}))
+    for a, b in ((static, other), (other, static)):
+        (line,) = compared(a, b).settings
+        assert line.startswith("k scale of model.layers.0.self_attn is ") and "4 numbers" in line
+
+
+def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_decode_otherwise(tmp_path: Path) -> None:
+    made = fp8_directories.make(tmp_path / "codes", "modelopt-channel", num_hidden_layers=1)
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    values = HfTensors(open_checkpoint(tmp_path / "values"))
+    had = weight_encodings(values.reader)
+    assert had is not None
+
+    def against(**changes: Any) -> list[str]:
+        lines, left_out = compare_encodings(values, values, had, replace(had, **changes))
+        back, also = compare_encodings(values, values, replace(had, **changes), had)
+        assert (len(lines), len(left_out)) == (len(back), len(also))
+        return [*lines, *(f"-{each.topic}: {each.what}" for each in left_out)]
+
+    name = f"{DOWN}.weight"
+    assert against() == []
+    rest = {each: spec for each, spec in had.weights.items() if each != name}
+    assert against(weights=rest) == [f"{name}: only A knows how it was coded"]
+    stored = {each: read_tensor(had.stored, each) for each in had.stored.specs}
+    stored[f"{DOWN}.weight_scale"] = stored[f"{DOWN}.weight_scale"].clone()
+    stored[f"{DOWN}.weight_scale"][-1] *= 2
+    other = in_memory.InMemory(values.reader.model, "hf", stored)
+    assert against(stored=other) == [f"{name}: it was coded with other scales in A than in B"]
+    spec = replace(had.weights[name], dtype=torch.float8_e5m2)
+    assert against(weights={**had.weights, name: spec}) == [f"{name}: it was coded with other scales in A than in B"]
+    had = replace(had, files={QUANT_CONFIG: b'{"quantization": {"quant_algo": "FP8"}}'})
+    assert against() == []
+    assert against(files={QUANT_CONFIG: b'{"quantization": {"quant_algo": "NVFP4"}}'}) == [
+        f"{QUANT_CONFIG} quantization.quant_algo is 'FP8' in A, 'NVFP4' in B"
+    ]
+    assert against(files={}) == [f"-one quantization: {QUANT_CONFIG}, which only one side has"]
+
+    zeros = torch.zeros_like(made[name].codes.view(torch.uint8)).view(torch.float8_e4m3fn)
+    one = changed(tmp_path / "codes", tmp_path / "one", lambda tensors: tensors.update({name: zeros}))
+    double = changed(one, tmp_path / "double", lambda tensors: tensors[f"{DOWN}.weight_scale"].mul_(2))
+    assert compared(one, double).equal
 
 
 SCALES = {"a million times too large": 1e6, "a million times too small": 1e-6, "a thousand times too small": 1e-3}

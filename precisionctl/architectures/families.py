@@ -11,9 +11,9 @@ from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatro
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.architectures.wrappers import (
-    WRAPPERS,
     can_be_wrapped,
     in_directory,
+    is_wrapper,
     may_be_tied,
     text_config,
     wrapped,
@@ -84,7 +84,7 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     model_type = config["model_type"]
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
-    if model_type in WRAPPERS:
+    if is_wrapper(config):
         return _in_wrapper(config, where)
     fields: dict[str, Any] = {"architecture": model_type}
     try:

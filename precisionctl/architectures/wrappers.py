@@ -113,6 +113,11 @@ TEXT_MODELS: Mapping[str, TextModel] = {
 `model_type` of their own."""
 
 
+def is_wrapper(config: Config) -> bool:
+    """Whether a config.json is a wrapper's."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] in WRAPPERS
+
+
 def text_config(config: Config, where: object) -> dict[str, Any]:
     """The text model's part of a wrapper's config.json, as its family's own config.json would say it. Raises
     UnknownArchitecture where there is none, and DamagedCheckpoint for anything but an object."""

@@ -68,13 +68,6 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
     return find
 
 
-def _deepspeed(path: Path) -> str | None:
-    """The directory that has `latest`: `path`, or its parent if `path` is the directory of one step."""
-    if any(path.glob("*_optim_states.pt")):
-        return shlex.quote(str(path.parent))
-    return shlex.quote(str(path)) if any(path.glob("*/*_optim_states.pt")) else None
-
-
 _STEP = re.compile(r"(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
 
 
@@ -209,20 +202,6 @@ UNREAD = (
         "`consolidated*.safetensors` beside `params.json`, without config.json",
         "Take the Hugging Face files of the same release: config.json and model*.safetensors.",
         lambda path: _has("consolidated*.safetensors")(path) if (path / "params.json").is_file() else None,
-    ),
-    Foreign(
-        "a checkpoint of DeepSpeed (ZeRO)",
-        "`*_optim_states.pt`, there or in a directory such as `global_step100`",
-        f"`python -m deepspeed.utils.zero_to_fp32 {{found}} OUT --safe_serialization`, {_THEN}. It unpickles what it "
-        "reads: use it on checkpoints of your own.",
-        _deepspeed,
-    ),
-    Foreign(
-        "a universal checkpoint of DeepSpeed",
-        "`zero/*/fp32.pt`",
-        "Give the ordinary checkpoint that it was made from to `python -m deepspeed.utils.zero_to_fp32 DIR OUT "
-        f"--safe_serialization`, {_THEN}.",
-        _has("zero/*/fp32.pt"),
     ),
     Foreign(
         "all weights of an accelerate run in one file",

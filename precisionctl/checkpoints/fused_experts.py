@@ -21,16 +21,16 @@ from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 _FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
-_MOST_SLICES = 1 << 18
+MOST_SLICES = 1 << 18
 """Most experts in one file. All of DeepSeek-V3 has 3 x 10^4, but a header of a few bytes can claim any number."""
 
 
 def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
     """The logical tensors of a file: stacks of experts replaced by their slices. Raises DamagedCheckpoint for more
     experts than any model has, none, or a tensor that is named like a slice."""
-    fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
-    if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
-        raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
+    fused = {name for name, tensor in tensors.items() if is_stack(name, tensor.spec)}
+    if sum(tensors[name].spec.rows for name in fused) > MOST_SLICES:
+        raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=where)
     if empty := [name for name in fused if not tensors[name].spec.rows]:
         raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
     if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
@@ -46,9 +46,10 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
     return found
 
 
-def _is_stacked(name: str, spec: TensorSpec) -> bool:
-    """Whether dimension 0 is experts: it is for matrices, and for scales if each expert has one."""
-    return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
+def is_stack(name: str, spec: TensorSpec) -> bool:
+    """Whether dimension 0 of a tensor is experts: it is in matrices of theirs, and in scales if each has one."""
+    several = len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
+    return several and _FUSED.fullmatch(name) is not None
 
 
 def stored_name(name: str) -> tuple[str, int | None]:

@@ -120,7 +120,8 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
 
 
 class Inert:
-    """Stands in for an object of another module's class (Megatron's enums and options); it does nothing."""
+    """Stands in for an object of another module's class (enums and options of Megatron and DeepSpeed); it does
+    nothing."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -154,10 +155,10 @@ def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> A
 
 
 class _Objects(dict[tuple[str, str], Any]):
-    """The classes that may be in an archive: those of plain values, tensors, FP8 weights and Megatron's options. All
-    names of the modules in `_INERT` become Inert."""
+    """The classes that may be in an archive: those of plain values, tensors, FP8 weights, and options of Megatron and
+    DeepSpeed. All names of the modules in `_INERT` become Inert."""
 
-    _INERT = ("megatron", "signal", "pathlib", "types", "numpy")
+    _INERT = ("megatron", "deepspeed", "signal", "pathlib", "types", "numpy")
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key[0].split(".")[0] in self._INERT:

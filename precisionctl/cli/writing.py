@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 @click.argument("destination", type=NEW_PATH)
 @click.option(
     "--to",
-    type=click.Choice(["hf", "megatron", "dcp"]),
+    type=click.Choice(["hf", "megatron", "dcp", "deepspeed"]),
     required=True,
-    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names.",
+    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names. deepspeed: a universal one.",
 )
 @click.option(
     "--precision",
@@ -88,8 +88,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     from precisionctl.commands.request import Request
 
     try:
-        if what["to"] == "dcp":
-            what |= {"to": "hf", "container": what["container"] or "dcp"}
+        if container := {"dcp": "dcp", "deepspeed": "deepspeed-universal"}.get(what["to"]):
+            what |= {"to": "hf", "container": what["container"] or container}
         request = Request(recipe=precision_of(recipe, megatron), **what)
     except RecipeError as error:  # options that contradict one another
         raise click.UsageError(str(error)) from error

@@ -10,6 +10,7 @@ from precisionctl import __version__
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.dcp_writer import DcpWriter
+from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
@@ -20,10 +21,10 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
-from precisionctl.commands.request import DCP, Request
+from precisionctl.commands.request import DCP, DEEPSPEED, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.command import MakeStates, PlannedCommand
-from precisionctl.errors import OutputError
+from precisionctl.errors import MappingError, OutputError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import UntabledModel
@@ -103,6 +104,15 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     config = _config(plan)
     if request.container == DCP:
         return DcpWriter(output.partial, plan.targets, companions, config, _trainer_run(source))
+    if request.container == DEEPSPEED:
+        run = _trainer_run(source)
+        if run is None:
+            raise MappingError(
+                "the source has no optimizer, without which DeepSpeed does not go on from a checkpoint",
+                do="Write --to hf, and start the run from these weights.",
+            )
+        iteration = run.updates if source.reader.iteration is None else source.reader.iteration
+        return DeepSpeedWriter(output.partial, plan.targets, companions, config, run, iteration)
     if request.to == "hf":
         return HuggingFaceWriter(
             output.partial,

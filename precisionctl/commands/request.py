@@ -25,6 +25,12 @@ TE_TITLE = "PyTorch with Transformer Engine"
 DCP = "dcp"
 """The container of PyTorch's own checkpoints, with an optimizer under Hugging Face's names."""
 
+DEEPSPEED = "deepspeed-universal"
+"""The container that DeepSpeed goes on from with any ZeRO, on any number of ranks."""
+
+STATE_DICTS = (DCP, DEEPSPEED)
+"""Containers of what trainers load: names that a model's class has in memory, FP32 masters and an optimizer."""
+
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
 _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
@@ -34,7 +40,10 @@ _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
     "fp8": torch.bfloat16,
 }
 
-CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin", DCP), "megatron": ("torch_dist", "torch")}
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {
+    "hf": ("safetensors", "bin", *STATE_DICTS),
+    "megatron": ("torch_dist", "torch"),
+}
 """The containers that can be written in each layout; the first is the default."""
 
 
@@ -95,8 +104,13 @@ class Request:
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
-        if self.container in ("bin", DCP) and self.for_inference:
+        if self.container in ("bin", *STATE_DICTS) and self.for_inference:
             raise RecipeError(f"FP8 weights are not written as {self.container}", do="Leave --container out.")
+        if self.container == DEEPSPEED and (self.precision not in ("keep", "fp32") or self.drop_optimizer):
+            raise RecipeError(
+                "DeepSpeed goes on from FP32 masters and an optimizer",
+                do="Leave --precision and --drop-optimizer out; --to hf has the weights alone.",
+            )
         if self.architecture is not None and self.reference is not None:
             raise RecipeError("--reference already says the family", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":
@@ -139,9 +153,14 @@ class Request:
         return self.to == "hf" and self.precision == "fp8"
 
     @property
+    def is_state_dict(self) -> bool:
+        """Whether the result is what a trainer loads under the names of a model's class."""
+        return self.container in STATE_DICTS
+
+    @property
     def keeps_optimizer(self) -> bool:
         """Whether the result has a place for an optimizer."""
-        return not self.drop_optimizer and (self.to == "megatron" or self.container == DCP)
+        return not self.drop_optimizer and (self.to == "megatron" or self.is_state_dict)
 
     @property
     def fills_extra_state(self) -> bool:
@@ -152,8 +171,8 @@ class Request:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the result's values, before any is encoded; None for the stored dtype, with FP8 codes decoded to
-        BF16."""
-        return _VALUES[self.precision]
+        BF16. DeepSpeed has masters."""
+        return torch.float32 if self.container == DEEPSPEED else _VALUES[self.precision]
 
     @property
     def state_recipe(self) -> DelayedScaling | None:

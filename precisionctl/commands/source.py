@@ -4,20 +4,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface_files import spelling_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import DCP, Request
+from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
@@ -66,7 +68,9 @@ def open_source(request: Request) -> Source:
     Raises RecipeError for hints that contradict the checkpoint or are not needed, MappingError for state or encodings
     of another model, and as `open_checkpoint` and `make_plan`.
     """
-    reader = _open(request)
+    reader = open_hinted(
+        request.source, request.iteration, request.architecture, request.reference, request.grouped_columns
+    )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
@@ -80,9 +84,9 @@ def open_source(request: Request) -> Source:
         dtype=request.dtype,
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or reader.container == DCP,
+        respelled=request.for_inference or of_trainer(reader),
         wanted=encodings.weights if encodings and request.for_inference else (),
-        state_dict=request.container == DCP,
+        state_dict=request.is_state_dict,
     )
     if request.include or request.exclude:
         plan = choose(plan, request.include, request.exclude)
@@ -92,19 +96,23 @@ def open_source(request: Request) -> Source:
     return Source(reader, plan, encodings, known, trained)
 
 
-def _open(request: Request) -> Reader:
-    """The Reader, opened with the user's hints."""
-    reference, order = request.reference, request.grouped_columns
+def open_hinted(
+    path: Path,
+    iteration: int | None,
+    architecture: str | None,
+    reference: Path | None,
+    order: ColumnOrder | None,
+) -> Reader:
+    """A Reader, opened with what the user says of the checkpoint: fields of a Request. Raises RecipeError for hints
+    that contradict it or are not needed, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
-    towers = _towers_of(reference) if reference else None
-    reader = open_checkpoint(
-        request.source, request.iteration, Hints(request.architecture, companions, order, reference, towers)
-    )
+    towers = _towers_of(reference, companions) if reference and companions else None
+    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if request.architecture is None and reference is None:
+    if architecture is None and reference is None:
         return reader
-    named = request.architecture is not None and not of_megatron(reader)
+    named = architecture is not None and not of_megatron(reader)
     if named or "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
@@ -130,8 +138,8 @@ def _companions_of(reference: Path) -> Companions:
     return companions
 
 
-def _towers_of(reference: Path) -> TowersOf | None:
-    """The towers of a reference that is a wrapper; None where it has no weights."""
-    if (reference / "config.json").is_file() and spelling_of(reference) is None:
-        return None
-    return TowersOf(open_checkpoint(reference))
+def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
+    """The towers of a reference that is a wrapper; None for others, of which no weights are read."""
+    config = parse_json(companions.files["config.json"], reference / "config.json")
+    has_weights = not (reference / "config.json").is_file() or spelling_of(reference) is not None
+    return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.model_shape import UntabledModel
+from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
@@ -23,10 +24,13 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
     outdated = known.current is None or known.current.of_weights != known.of_weights
-    judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=outdated)
+    statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
+    judged = judge(list(plan.gemms), statistics, known.current or known.outdated, outdated=outdated)
     notes = list(known.notes)
     if known.outdated:
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
-    return replace(judged, notes=tuple(notes), can_calibrate=not isinstance(reader.model, UntabledModel))
+    four_bits = cost_of_four_bits({module: [one.four_bits for one in measured] for module, measured in weights.items()})
+    can_calibrate = not isinstance(reader.model, UntabledModel)
+    return replace(judged, four_bits=four_bits, notes=tuple(notes), can_calibrate=can_calibrate)

@@ -1,11 +1,9 @@
 """Judge what was measured and recorded of every role by the thresholds, and give a verdict for each scaling."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -14,7 +12,9 @@ from torch import Tensor
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
 from precisionctl.fp8.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
+from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
+from precisionctl.readiness.patterns import shortened
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
 
 Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
@@ -99,11 +99,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Readiness:
-    """The health of every role of every module, a verdict for each scaling, and notes on the state as a whole.
-    `can_calibrate` is whether `calibrate` can run the model, which needs a table of its family."""
+    """The health of every role of every module, a verdict for each scaling, what four bits would cost, if that was
+    measured, and notes on the state as a whole. `can_calibrate` is whether `calibrate` can run the model, which needs a
+    table of its family."""
 
     roles: tuple[RoleHealth, ...]
     verdicts: Mapping[Scaling, Verdict]
+    four_bits: FourBitCost | None = None
     notes: tuple[str, ...] = ()
     can_calibrate: bool = True
 
@@ -245,31 +247,3 @@ def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth])
 
 def _count(roles: Iterable[Role]) -> dict[Role, int]:
     return dict(Counter(roles))
-
-
-_IN_LAYER = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
-
-
-def split_name(module: str) -> tuple[str, int | None, str]:
-    """`decoder.layers.7.mlp.linear_fc1` as group, layer and kind: `decoder.layers`, 7, `mlp.linear_fc1`. A module
-    outside any layer is a kind of its own."""
-    match = _IN_LAYER.fullmatch(module)
-    return (match["group"], int(match["layer"]), match["kind"]) if match else ("", None, module)
-
-
-def shortened(modules: set[str], all_modules: Sequence[str]) -> tuple[str, ...]:
-    """Patterns, as of fnmatch, that match `modules` and no others of `all_modules`: where possible one for a kind of
-    module in every layer, or for all modules of a layer; else the module's name."""
-    kinds: dict[str, None] = {}
-    layers: dict[str, None] = {}
-    for module in all_modules:
-        group, layer, kind = split_name(module)
-        if layer is not None:
-            kinds[f"{group}.*.{kind}"] = layers[f"{group}.{layer}.*"] = None
-    patterns, left = [], dict.fromkeys(module for module in all_modules if module in modules)
-    for pattern in (*kinds, *layers):
-        matched = [module for module in all_modules if fnmatchcase(module, pattern)]
-        if len(matched) > 1 and modules.issuperset(matched) and any(module in left for module in matched):
-            patterns.append(pattern)
-            left = {module: None for module in left if module not in matched}
-    return (*patterns, *left)

@@ -40,6 +40,14 @@ TREND_ROWS = Threshold(8, "8 rows", "ours")
 STALE = Threshold(STALE_FACTOR, "2 times", "ours")
 """The factor by which a recorded weight amax may differ from the weights' own; beyond it, `convert` recomputes it."""
 
+NOISE = Threshold(2.0, "2 times", "ours")
+"""Noise of a weight in four bits, in times that of Gaussian weights: 2 times is 3 dB. In INT4 a channel of outliers 8
+times the others' costs 8 dB."""
+
+ZEROS = Threshold(3.0, "3 times", "ours")
+"""Elements of a weight that become zero in four bits, in times those of Gaussian weights. An outlier that takes up its
+group's range is most of the group's signal too, so SQNR stays high, in NVFP4 above all."""
+
 ALL = {
     "saturation": SATURATION,
     "fewest": FEWEST,
@@ -48,4 +56,6 @@ ALL = {
     "growth": GROWTH,
     "trend_rows": TREND_ROWS,
     "stale": STALE,
+    "noise": NOISE,
+    "zeros": ZEROS,
 }

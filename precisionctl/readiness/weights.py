@@ -5,8 +5,9 @@ tensors are mapped to Megatron's while they are read, as in a conversion.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +15,26 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles, numerics
+from precisionctl.fp8.four_bit_loss import FORMATS, FourBitScheme, four_bit_losses
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.fp8.statistics import Statistics
+from precisionctl.fp8.statistics import Loss, Statistics
 from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
+
+
+@dataclass(frozen=True)
+class MeasuredWeight:
+    """Statistics of every element of a weight, and what four bits would lose of one row in SAMPLED."""
+
+    statistics: Statistics
+    four_bits: Mapping[FourBitScheme, Loss]
+
+
+SAMPLED = 8
+"""Four bits take twice the time of all else that is measured, and a sum over an eighth of a weight is as telling."""
 
 
 class _Amax(Worker):
@@ -39,12 +53,13 @@ class _Measurer(Worker):
     """Measures the tensor that a job would write. Rows arrive in order, in pieces that depend on the format; they are
     regrouped into steps of fixed size, so that sums are the same to the last bit for every format."""
 
-    def measure(self, job: Job, amax: Tensor, delayed_scale: Tensor | None) -> Statistics:
+    def measure(self, job: Job, amax: Tensor, delayed_scale: Tensor | None) -> MeasuredWeight:
         self._amax, self._delayed_scale = amax, delayed_scale
         self._statistics, self._waiting = Statistics(), torch.empty(0)
+        self._four_bits = dict.fromkeys(FORMATS, Loss())
         self.do(job)
         self._measure_first(len(self._waiting))
-        return self._statistics
+        return MeasuredWeight(self._statistics, self._four_bits)
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values.clone()  # of a buffer
@@ -56,6 +71,8 @@ class _Measurer(Worker):
         first, self._waiting = self._waiting[:rows], self._waiting[rows:]
         found = measure(first, _CODES, self._delayed_scale, square=True, amax=self._amax)
         self._statistics = self._statistics.merge(found)
+        lost = four_bit_losses(first[::SAMPLED], self._amax.float(), torch.empty(nibbles.SCRATCH))
+        self._four_bits = {scheme: self._four_bits[scheme] + lost[scheme] for scheme in FORMATS}
 
 
 _CODES = DelayedScaling().dtype("weight")
@@ -83,8 +100,8 @@ def measure_weights(
     *,
     workers: int = 1,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> dict[str, list[Statistics]]:
-    """Statistics of each FP8 GEMM's weight, by module: one, or one for each expert.
+) -> dict[str, list[MeasuredWeight]]:
+    """What was measured of each FP8 GEMM's weight, by module: one, or one for each expert.
 
     Statistics of delayed scaling use the scale of `states`, if one was recorded. `on_bytes` is called with the number
     of stored bytes that were just measured; `workers` is the number of processes.
@@ -95,12 +112,12 @@ def measure_weights(
     results = in_processes(
         lambda job: second.measure(job, first.amax(job), scales[job.name]), jobs, plan.costs(jobs), workers
     )
-    found: dict[str, Statistics] = {}
+    found: dict[str, MeasuredWeight] = {}
     with one_torch_thread(), closing(results):
-        for job, statistics in results:
-            found[job.name] = statistics
+        for job, measured in results:
+            found[job.name] = measured
             on_bytes(stored_bytes(reader, (job,)))
-    by_module: dict[str, list[Statistics]] = {}
+    by_module: dict[str, list[MeasuredWeight]] = {}
     for job in jobs:
         by_module.setdefault(job.module, []).append(found[job.name])
     return by_module

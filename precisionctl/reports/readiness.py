@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from precisionctl.fp8.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS
+from precisionctl.fp8.four_bit_loss import NAMES as FOUR_BIT_NAMES
 from precisionctl.fp8.state import IN_USE
 from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
+from precisionctl.readiness.patterns import split_name
 from precisionctl.readiness.thresholds import ALL
 from precisionctl.reports.table import Table
 
@@ -52,6 +55,7 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             }
             for scaling, verdict in readiness.verdicts.items()
         },
+        "four_bits": asdict(readiness.four_bits) if readiness.four_bits else None,
         "notes": list(readiness.notes),
         "modules": modules,
     }
@@ -78,10 +82,37 @@ def tables(readiness: Readiness) -> list[Table]:
         Table("Ready for FP8?", ("scaling", "verdict"), verdicts),
         Table("Worst of each role", ("", *columns), list(zip(words, *columns.values(), strict=True))),
     ]
+    found += four_bit_tables(readiness)
     everything = findings(readiness)
     left = len(everything.rows) - SHOWN
     title = f"{everything.title}; {left} more rows in --json and --html" if left > 0 else everything.title
     return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
+
+
+def four_bit_tables(readiness: Readiness) -> list[Table]:
+    """What exports in four bits would lose of the worst weight of each kind, beside it what FP8 does."""
+    cost = readiness.four_bits
+    if cost is None:
+        return []
+    fp8 = {health.module: health for health in readiness.roles if health.role == "weight" and health.measured}
+    rows = []
+    for kind in dict.fromkeys(split_name(module)[2] for module in cost.sqnr_db):
+        modules = [module for module in cost.sqnr_db if split_name(module)[2] == kind]
+        lost = [(fp8[name].sqnr("block"), fp8[name].underflow("block")) for name in modules if name in fp8]
+        cells = [_lost(lost)]
+        cells += [
+            _lost([(cost.sqnr_db[name][scheme], cost.underflow[name][scheme]) for name in modules])
+            for scheme in FORMATS
+        ]
+        rows.append((kind, *cells))
+    gaussian = [_lost([(GAUSSIAN_DB[scheme], GAUSSIAN_ZEROS[scheme])]) for scheme in FORMATS]
+    columns = ("lowest SQNR, most zeros", "128-block FP8", *(FOUR_BIT_NAMES[scheme] for scheme in FORMATS))
+    return [Table("Weights in four bits", columns, [*rows, ("(Gaussian weights)", "-", *gaussian)])]
+
+
+def _lost(weights: Sequence[tuple[float | None, float | None]]) -> str:
+    sqnr, zeros = [each for each, _ in weights if each is not None], [each for _, each in weights if each is not None]
+    return f"{min(sqnr):.1f} dB, {share(max(zeros))}" if sqnr and zeros else "-"
 
 
 def _role_column(modules: Sequence[RoleHealth]) -> tuple[str, ...]:
@@ -139,6 +170,8 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
         for names, text in keep_bf16(readiness)
         for line in (f"# {names} scaling, under [precision] in a recipe", text)
     ]
+    for scheme, text in left_out_of_four_bits(readiness):
+        lines += [f"# lose too much in {scheme}; FP8 holds them. For an export in {scheme}, in a recipe", text]
     return lines + hints(readiness, checkpoint)
 
 
@@ -150,6 +183,16 @@ def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
     return [
         (", ".join(names), f"keep_bf16 = {json.dumps(list(patterns))}")
         for patterns, names in wanted.items()
+        if patterns
+    ]
+
+
+def left_out_of_four_bits(readiness: Readiness) -> list[tuple[str, str]]:
+    """The same for exports in four bits, by scheme."""
+    left_out = readiness.four_bits.left_out if readiness.four_bits else {}
+    return [
+        (FOUR_BIT_NAMES[scheme], f"keep_bf16 = {json.dumps(list(patterns))}")
+        for scheme, patterns in left_out.items()
         if patterns
     ]
 

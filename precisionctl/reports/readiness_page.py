@@ -7,13 +7,22 @@ from pathlib import Path
 
 from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
-from precisionctl.readiness.judge import Readiness, RoleHealth, split_name
+from precisionctl.readiness.judge import Readiness, RoleHealth
+from precisionctl.readiness.patterns import split_name
 from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
 from precisionctl.reports import heat
 from precisionctl.reports.heat import Cell, ColourScale, Column
 from precisionctl.reports.inspect import Description, summary
 from precisionctl.reports.page import commands, escaped, heading, html_table, page, paragraph
-from precisionctl.reports.readiness import REMEDIES, findings, hints, keep_bf16, share
+from precisionctl.reports.readiness import (
+    REMEDIES,
+    findings,
+    four_bit_tables,
+    hints,
+    keep_bf16,
+    left_out_of_four_bits,
+    share,
+)
 from precisionctl.reports.table import Table
 
 _CARDS = """
@@ -45,10 +54,12 @@ def whole_page(description: Description, readiness: Readiness) -> str:
         ),
         _cards(readiness),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
+        *(_folded(f"For an export in {scheme}", text) for scheme, text in left_out_of_four_bits(readiness)),
         *(paragraph(line) for line in hints(readiness, str(description["path"]))),
         heading("By layer and role"),
         paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
         _maps(readiness),
+        *map(html_table, four_bit_tables(readiness)),
         *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),
         html_table(Table("Limits that the verdict rests on", ("limit", "value", "source"), limits)),
         html_table(summary(description)),

@@ -1,0 +1,8 @@
+# Converting, exporting and verifying on a CPU. With --build-arg BASE=..., an image that has PyTorch and Transformer Engine,
+# training in FP8 on a GPU too: what is installed there already is kept.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+COPY . /src
+RUN pip install --no-cache-dir /src
+WORKDIR /data
+ENTRYPOINT ["precisionctl"]

@@ -1,0 +1,232 @@
+"""What the commands do, as functions: `from precisionctl import api` (docs/library.md).
+
+Names in `__all__`, their arguments and the fields of what they return are stable under semantic versioning; the rest of
+the package is not. Errors are of the tree in `precisionctl.errors`, whose classes are stable too. Nothing is printed.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
+from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.open import open_checkpoint as open_reader
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import TE, Request
+from precisionctl.commands.source import open_hinted
+from precisionctl.conversion.command import execute
+from precisionctl.conversion.convert import OnBytes
+from precisionctl.engines.rule import Finding
+from precisionctl.errors import PrecisionctlError
+from precisionctl.evaluate.measure import Evaluation
+from precisionctl.evaluate.measure import evaluate as evaluate_reader
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.grouped import ColumnOrder
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.planning.plan import Plan
+from precisionctl.readiness.assess import assess
+from precisionctl.readiness.judge import Readiness
+from precisionctl.reports.inspect import describe
+from precisionctl.verify.compare import Comparison, compare
+from precisionctl.verify.engine_rules import check
+from precisionctl.verify.te_rules import check_te
+
+__all__ = [
+    "Calibrated",
+    "Calibration",
+    "Checkpoint",
+    "Comparison",
+    "Converted",
+    "Evaluation",
+    "Finding",
+    "PrecisionctlError",
+    "Readiness",
+    "Request",
+    "calibrate",
+    "check_target",
+    "convert",
+    "evaluate",
+    "inspect",
+    "open_checkpoint",
+    "plan",
+    "readiness",
+    "verify",
+]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` has made. `notes` are what the command prints for its user; `nbytes` is the size of the result's
+    tensors; `done_before` says that the same request had been carried out already, and nothing was left to do."""
+
+    path: Path
+    nbytes: int
+    notes: tuple[str, ...]
+    done_before: bool
+
+
+def plan(request: Request) -> Plan:
+    """What a request will do, without writing anything: `plan(request).describe()` has every job and every tensor.
+    Raises what `convert` raises before it writes."""
+    return plan_command(request).plan
+
+
+def convert(
+    request: Request,
+    *,
+    workers: int = 2,
+    restart: bool = False,
+    verify: bool = False,
+    on_bytes: OnBytes = lambda count: None,
+) -> Converted:
+    """Carry out a request of `convert` (`Request(source, destination, "hf" or "megatron", ...)`) or of
+    `export-inference` (`Request.export(source, destination, "vllm", ...)`).
+
+    The destination appears when it is complete. After a kill or an error the same call continues; `restart` discards
+    what an unfinished one left. `verify` reads everything back and compares it with the source before that. `workers`
+    are processes; with several, a script needs `if __name__ == "__main__":`.
+
+    Raises RecipeError for options that contradict each other, CheckpointError and MappingError for a source that cannot
+    be read, PrecisionError for numbers that cannot be made, OutputError and DiskProblem for a destination that cannot
+    be written.
+    """
+    command = plan_command(request)
+    found = execute(command, workers=workers, restart=restart, verify=verify, on_bytes=on_bytes)
+    notes = (*command.notes, *(found.notes if found else ()))
+    return Converted(command.output.path, command.plan.nbytes, notes, done_before=found is None)
+
+
+def verify(
+    a: Path,
+    b: Path,
+    *,
+    fp8: bool = False,
+    fp8_state: Path | None = None,
+    on_bytes: OnBytes = lambda count: None,
+) -> Comparison:
+    """Compare two checkpoints tensor by tensor, whatever their formats; `.equal` is the verdict. With `fp8` codes are
+    compared one by one, and state on one side only is a difference; `fp8_state` is a file of `calibrate` that fixed
+    scales are held against. Raises CheckpointError, and MappingError for one that does not fit its own architecture."""
+    state = sidecar.read(fp8_state) if fp8_state else None
+    return compare(open_reader(a), open_reader(b), fp8=fp8, state=state, on_bytes=on_bytes)
+
+
+def check_target(path: Path, target: str, ranks: int = 1) -> list[Finding]:
+    """The rules of an engine (or of `te`) that an exported directory breaks, served on `ranks` GPUs; those whose
+    `rule.fatal` is true keep it from being loaded, or from being read rightly. Raises RecipeError for an unknown
+    target, UnknownFormat for what is no Hugging Face directory."""
+    reader = open_reader(path)
+    return check_te(reader) if target == TE else check(reader, engine_named(target), ranks)
+
+
+def inspect(path: Path, iteration: int | None = None) -> Mapping[str, Any]:
+    """What a checkpoint is, as `inspect --json` prints it, without reading tensor data. Raises CheckpointError."""
+    return describe(open_reader(path, iteration))
+
+
+def readiness(
+    path: Path, *, fp8_state: Path | None = None, workers: int = 2, iteration: int | None = None
+) -> Readiness:
+    """Whether FP8 training is safe from a checkpoint, by layer, role and scaling, as `inspect --fp8` judges it. Reads
+    all weights. Raises CheckpointError, and MissingFp8State for a state file of another model."""
+    return assess(open_reader(path, iteration), fp8_state, lambda total: nullcontext(lambda count: None), workers)
+
+
+def evaluate(
+    path: Path,
+    data: Path,
+    *,
+    against: Path | None = None,
+    sequence_length: int = 1024,
+    device: torch.device | str | None = None,
+    iteration: int | None = None,
+) -> Evaluation:
+    """Perplexity on text (whatever `resume` takes as data), in the precision that a checkpoint is stored in; beside
+    that of a BF16 reference, with the KL divergence in nats. Without `device`, on a GPU if there is one. Raises
+    DataError for text or a tokenizer that cannot be used."""
+    reference = open_reader(against) if against else None
+    reader = open_reader(path, iteration)
+    return evaluate_reader(reader, data, against=reference, sequence_length=sequence_length, device=device)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of an open checkpoint, by logical name: one for each layer and expert, without ranks or stages, in
+    Hugging Face's or Megatron's names and shapes (`layout`).
+
+    Values are decoded: FP8 and four-bit codes are FP32, everything else has the dtype that it is stored in. A tensor is
+    read when it is asked for, and none is kept.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def layout(self) -> Layout:
+        """`hf` or `megatron`."""
+        return self._reader.layout
+
+    @property
+    def container(self) -> str:
+        """The name of its format, e.g. `torch_dist`."""
+        return self._reader.container
+
+    @property
+    def model(self) -> ModelShape:
+        """The model's sizes and switches, in Megatron's words."""
+        return self._reader.model
+
+    @property
+    def iteration(self) -> int | None:
+        """The training step; None if there is none."""
+        return self._reader.iteration
+
+    @property
+    def fp8(self) -> Fp8States | None:
+        """The state of delayed scaling (amax histories, scales) by Megatron's modules; None if there is none."""
+        return self._reader.fp8
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape, and dtype as stored, of every tensor."""
+        return self._reader.specs
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        """Rows `[start, start + count)` of a tensor, `[count, columns]`; a vector is one column. For tensors that are
+        larger than memory. Raises KeyError, and DamagedCheckpoint for bytes that are not there."""
+        spec = self._reader.specs[name]
+        if not 0 <= start <= start + count <= spec.rows:
+            raise IndexError(f"rows {start} to {start + count} of {spec.rows}")
+        stored, encoding = read_rows(self._reader, name, start, count), self._reader.encodings.get(name)
+        return stored if encoding is None else encoding.decode_rows(stored, start)
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._reader.specs[name]
+        return self.rows(name, 0, spec.rows).reshape(spec.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.specs)
+
+    def __len__(self) -> int:
+        return len(self._reader.specs)
+
+
+def open_checkpoint(
+    path: Path,
+    iteration: int | None = None,
+    *,
+    architecture: str | None = None,
+    reference: Path | None = None,
+    grouped_columns: ColumnOrder | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any format that is read, without reading tensor data. `architecture`, `reference` and
+    `grouped_columns` are those of a Request. Raises UnknownFormat, DamagedCheckpoint, and RecipeError for hints that
+    contradict the checkpoint."""
+    return Checkpoint(open_hinted(path, iteration, architecture, reference, grouped_columns))

@@ -1,0 +1,196 @@
+"""What DeepSpeed's files say, checked: the model's states of one rank, and what a whole checkpoint holds."""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor
+from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located, skeleton
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_pickle import sizes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WHAT = "not what DeepSpeed writes"
+SAVE_IT_WHOLE = "Save the model as Hugging Face's from the trainer that made it, and give that."
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,4})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,4})_optim_states\.pt")
+_PARTS = re.compile(r"layer_\d+[-_].+\.pt|expert_.+\.pt|expp_rank_.+\.pt")
+"""Files of pipeline stages and of experts."""
+
+
+def has_model_states(directory: Path) -> bool:
+    """Whether a directory has DeepSpeed's model states."""
+    return directory.is_dir() and any(_MODEL.fullmatch(one.name) for one in directory.glob("*_model_states.pt"))
+
+
+def rank_files(directory: Path, *, either: bool = False) -> tuple[list[Path], list[Path]]:
+    """The files of model states and of optimizer states, each in the order of ranks. With `either` there may be model
+    states for ZeRO 1 and 2 beside those for ZeRO 3, of which the first are taken.
+
+    Raises CheckpointError for a checkpoint cut for tensor, pipeline or expert parallelism, and DamagedCheckpoint where
+    ranks are missing.
+    """
+    names = sorted(one.name for one in directory.iterdir())
+    if parts := [name for name in names if _PARTS.fullmatch(name)]:
+        what = f"a checkpoint of DeepSpeed cut for pipeline or expert parallelism ({parts[0]})"
+        raise CheckpointError(what, where=directory, do=SAVE_IT_WHOLE)
+    found: list[list[Path]] = []
+    for pattern in (_MODEL, _OPTIMIZER):
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        if cut := [match[0] for match in matches if int(match[2])]:
+            what = f"a checkpoint of DeepSpeed cut for tensor parallelism ({cut[0]})"
+            raise CheckpointError(what, where=directory, do=SAVE_IT_WHOLE)
+        if either and any(match[1] is None for match in matches):
+            matches = [match for match in matches if match[1] is None]
+        by_rank = sorted((int(match[1] or 0), match[0]) for match in matches)
+        if [rank for rank, _ in by_rank] != list(range(len(by_rank))):
+            what = f"files of ranks {shown([rank for rank, _ in by_rank])}, where each should be once"
+            raise DamagedCheckpoint(what, where=directory, do="Is the copy whole? Remove files of other runs.")
+        found.append([directory / name for _, name in by_rank])
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """What a checkpoint holds, by the model's own names.
+
+    `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
+    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `other_state`
+    are kinds of state that no Adam has.
+    """
+
+    weights: Mapping[str, FlatTensor]
+    files: Sequence[Path]
+    global_steps: int | None = None
+    moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
+    updates: int | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    other_state: tuple[str, ...] = ()
+
+
+def read_states(path: Path) -> Mapping[str, Any]:
+    """The object of a file, with tensors located. Raises DamagedCheckpoint for one that is missing or no table."""
+    if not has_file(path, path.parent):
+        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    found = skeleton(path)
+    if not isinstance(found, Mapping):
+        raise DamagedCheckpoint(f"{WHAT}: {shown(found)}", where=path)
+    return found
+
+
+class ModelStates:
+    """A rank's `*_model_states.pt`: the model, and what the flat tensors of the optimizer's files are made of."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = read_states(path)
+        if "ds_autoep_layers" in self.content or self.content.get("num_experts") not in (None, []):
+            raise CheckpointError(
+                "experts that DeepSpeed has dealt out to ranks (its MoE layers, or AutoEP)", where=path, do=_EXPERTS
+            )
+        with damage(WHAT, path):
+            self.module = {_name(name): one for name, one in self.content["module"].items()}
+            groups = self.content.get("param_shapes") or []
+            self.groups = [_shapes(group) for group in groups]
+            self.shapes = {name: shape for group in self.groups for name, shape in group.items()}
+            if len(self.shapes) < sum(map(len, self.groups)):
+                raise ValueError("two groups have a parameter of one name")
+            self.frozen = _shapes(self.content.get("frozen_param_shapes") or {})
+            self.shared = {_name(a): _name(b) for a, b in (self.content.get("shared_params") or {}).items()}
+
+    @cached_property
+    def global_steps(self) -> int | None:
+        """Steps of training."""
+        steps = self.content.get("global_steps")
+        if steps is not None and (type(steps) is not int or not 0 <= steps < 1 << 63):
+            raise DamagedCheckpoint(f"{shown(steps)} steps", where=self.path)
+        return steps
+
+    def stored(self, but: Collection[str]) -> dict[str, FlatTensor]:
+        """The model's own tensors, but for those of these names; in ZeRO 3 it has elements of buffers alone."""
+        names = [name for name, one in self.module.items() if name not in but and not _is_empty(one)]
+        return {name: whole_tensor(self.path, self.module[name], name) for name in names}
+
+    def with_shared(self, tensors: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
+        """Those tensors, and the same ones under their other names. Raises DamagedCheckpoint for a name of nothing."""
+        lost = [of for of in self.shared.values() if of not in tensors]
+        if lost:
+            raise DamagedCheckpoint(f"`{lost[0]}`, which others share, is missing", where=self.path)
+        return {**tensors, **{name: tensors[of] for name, of in self.shared.items()}}
+
+
+def dealt_frozen(first: ModelStates, paths: Sequence[Path], where: Path) -> dict[str, FlatTensor]:
+    """The frozen parameters of ZeRO 3, which the ranks' model states at `paths` have pieces of."""
+    ranks = [first, *(ModelStates(path) for path in paths[1:])] if first.frozen else []
+    found = {}
+    for name, shape in first.frozen.items():
+        each, parts, dtypes = -(-math.prod(shape) // len(ranks)), list[EndToEnd](), set()
+        for rank in ranks:
+            with damage(WHAT, rank.path):
+                part = rank.content["frozen_param_fragments"][name]
+                if not is_flat(part) or part.shape[0] != each:
+                    raise ValueError(f"{shown(part)} of frozen `{name}`")
+                dtypes.add(part.dtype)
+                parts.append(EndToEnd([(rank.path, part)], [each]))
+        if len(dtypes) != 1:
+            raise DamagedCheckpoint(f"pieces of frozen `{name}` of two dtypes", where=where)
+        found[name] = FlatTensor(TensorSpec(shape, dtypes.pop()), Dealt(parts, 0, each))
+    return found
+
+
+def is_flat(value: object) -> TypeGuard[LocatedTensor]:
+    """Whether something is a located tensor of one dimension."""
+    return isinstance(value, LocatedTensor) and len(value.shape) == 1
+
+
+def whole_tensor(path: Path, located: object, name: str) -> FlatTensor:
+    """A tensor of a file. Raises DamagedCheckpoint for anything else."""
+    if not isinstance(located, LocatedTensor):
+        raise DamagedCheckpoint(f"`{name}` is {shown(located)}, not a contiguous tensor", where=path)
+    count = math.prod(located.shape)
+    return FlatTensor(TensorSpec(located.shape, located.dtype), EndToEnd([(path, located)], [count]))
+
+
+def number(value: object, path: Path) -> int:
+    """A count that may be pickled as a number, an enum of DeepSpeed's or a tensor of one element."""
+    if isinstance(value, Inert) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
+        value = read_located(path, value).item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
+    return value
+
+
+def plain_groups(groups: object) -> list[Mapping[str, Any]]:
+    """The settings of an optimizer's groups of parameters."""
+    return [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+
+
+def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
+    return {_name(name): sizes(shape) for name, shape in group.items()}
+
+
+def _name(name: Any) -> str:
+    if type(name) is not str or not name:
+        raise ValueError(f"{shown(name)} as a name")
+    return name
+
+
+def _is_empty(located: object) -> bool:
+    return isinstance(located, LocatedTensor) and 0 in located.shape
+
+
+_EXPERTS = (
+    "They are not read: which rank has which expert is not settled in the format. Save the model as Hugging Face's "
+    "(`save_16bit_model`, or by your trainer), and give that."
+)

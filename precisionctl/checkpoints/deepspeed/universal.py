@@ -1,0 +1,107 @@
+"""DeepSpeed's universal checkpoints: a directory `zero/` with one for each parameter (checkpoint/ds_to_universal.py).
+
+`fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` are whole tensors, as such or as `{"param": tensor}`, flat if they come from
+ZeRO 3; `step.pt` is Adam's count. `zero/optimizer_state.pt` has the settings. Model states lie beside as `zero.py`
+describes them, and have the shapes; frozen parameters may be in them alone.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.deepspeed.states import (
+    MOMENTS,
+    WHAT,
+    ModelStates,
+    SavedStates,
+    dealt_frozen,
+    number,
+    plain_groups,
+    rank_files,
+    read_states,
+    whole_tensor,
+)
+from precisionctl.checkpoints.flat import FlatTensor
+from precisionctl.checkpoints.torch_zip import skeleton
+from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import has_file
+
+ZERO = "zero"
+OPTIMIZER_STATE = "optimizer_state.pt"
+FP32 = "fp32"
+"""The file of masters, as those of moments are called like their kinds."""
+
+
+def is_universal(directory: Path) -> bool:
+    """Whether a directory has parameters one by one."""
+    return any((directory / ZERO).glob(f"*/{FP32}.pt")) if (directory / ZERO).is_dir() else False
+
+
+def read_universal(directory: Path) -> SavedStates:
+    """What the directory holds. Raises DamagedCheckpoint where files contradict one another, and UnsafePickle."""
+    models, _ = rank_files(directory, either=True)
+    states = ModelStates(models[0]) if models else None
+    shapes = states.shapes if states else {}
+    weights = states.stored(shapes) if states else {}
+    if states and models[0].name.startswith("zero_"):  # of ZeRO 3
+        weights |= dealt_frozen(states, models, directory)
+    folders = sorted(one for one in (directory / ZERO).iterdir() if one.is_dir())
+    moments: dict[str, dict[str, FlatTensor]] = {kind: {} for kind in MOMENTS}
+    files = models
+    trained: list[Path] = []
+    for folder in folders:
+        if folder.name in weights:  # whatever no optimizer has is there again in FP32
+            continue
+        trained.append(folder)
+        for kind in (FP32, *MOMENTS):
+            path = folder / f"{kind}.pt"
+            if kind != FP32 and not has_file(path, directory):
+                continue
+            tensor = _tensor(path, directory, shapes.get(folder.name))
+            (weights if kind == FP32 else moments[kind])[folder.name] = tensor
+            files.append(path)
+    if missing := [name for name in shapes if name not in weights]:
+        raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
+    optimizer = _optimizer(directory)
+    kept = moments if all(found.keys() == moments[MOMENTS[0]].keys() for found in moments.values()) else {}
+    kept = kept if kept and moments[MOMENTS[0]] else {}
+    return SavedStates(
+        states.with_shared(weights) if states else weights,
+        files,
+        states.global_steps if states else None,
+        kept,
+        _updates(trained, optimizer, directory) if kept else None,
+        plain_groups(optimizer.get("param_groups")),
+    )
+
+
+def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatTensor:
+    if not has_file(path, directory):
+        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    found = skeleton(path)
+    tensor = whole_tensor(path, found.get("param") if isinstance(found, Mapping) else found, path.parent.name)
+    if shape is None:
+        return tensor
+    if math.prod(shape) != math.prod(tensor.spec.shape):
+        what = f"{list(tensor.spec.shape)} for a parameter {list(shape)}"
+        raise DamagedCheckpoint(what, where=path, do="Is it of this checkpoint?")
+    return FlatTensor(TensorSpec(shape, tensor.spec.dtype), tensor.flat)
+
+
+def _optimizer(directory: Path) -> Mapping[str, Any]:
+    path = directory / ZERO / OPTIMIZER_STATE
+    return read_states(path) if has_file(path, directory) else {}
+
+
+def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path) -> int | None:
+    """Adam's count: of a parameter, or of ZeRO 3's groups."""
+    for folder in trained:
+        if has_file(folder / "step.pt", directory):
+            return number(skeleton(folder / "step.pt"), folder / "step.pt")
+    with damage(WHAT, directory / ZERO / OPTIMIZER_STATE):
+        inner = optimizer.get("optimizer_state_dict") or {}
+        states = [*inner.get("state", {}).values(), *plain_groups(optimizer.get("param_groups"))]
+        steps = [one["step"] for one in states if one.get("step") is not None]
+        return number(steps[0], directory / ZERO / OPTIMIZER_STATE) if steps else None

@@ -1,0 +1,133 @@
+"""Write DeepSpeed's universal checkpoints, from which it goes on with ZeRO 1, 2 and 3 on any number of ranks.
+
+What the real one takes from where was read in 0.19.8 (runtime/base_optimizer.py, runtime/zero/stage3.py, engine.py).
+"""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.checkpoints.base import Chunk, Companions, whole
+from precisionctl.checkpoints.companions import to_json
+from precisionctl.checkpoints.deepspeed.states import MOMENTS
+from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
+from precisionctl.checkpoints.fused_experts import stacked, stored_name
+from precisionctl.checkpoints.huggingface import config_of_values
+from precisionctl.checkpoints.output import open_weights
+from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.errors import MappingError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import STATE, TensorSpec
+
+_VERSION = "0.19.8"
+
+
+class DeepSpeedWriter:
+    """Writes a folder with `latest_universal`, the directory that it names, config.json and tokenizer. `specs` are FP32
+    masters by the names that the model's class has in memory, and AdamW's moments as
+    `optimizer.state.<kind>.<tensor>`; `run` is what is known beside those. Equal input gives equal bytes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        companions: Companions,
+        config: Mapping[str, Any],
+        run: TrainerRun,
+        iteration: int,
+    ) -> None:
+        self.directory, self.specs = directory, specs
+        self._companions, self._config, self._run, self._iteration = companions, config, run, iteration
+        self._tag = f"global_step{iteration}_universal"
+        if odd := [name for name in specs if Path(name).name != name]:
+            raise MappingError(f"`{odd[0]}` is no name of a directory, which DeepSpeed has for each parameter")
+
+    @cached_property
+    def _stored(self) -> Mapping[Path, TensorSpec]:
+        """The whole tensors, by file."""
+        return {self._file(name): spec for name, spec in stacked(self.specs).items()}
+
+    def _file(self, name: str) -> Path:
+        kind, _, parameter = name.removeprefix(STATE).partition(".") if name.startswith(STATE) else (FP32, "", name)
+        return self.directory / self._tag / ZERO / parameter / f"{kind}.pt"
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        spec, (stored, index) = self.specs[name], stored_name(name)
+        path = self._file(stored)
+        whole_spec = self._stored[path]
+        (hole,) = _archive(whole_spec.dtype, whole_spec.shape).holes.values()
+        return [Chunk(whole(spec), path, hole + (index or 0) * spec.nbytes)]
+
+    def lay_out(self) -> None:
+        for path, spec in self._stored.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            archive, file = _archive(spec.dtype, spec.shape), open_weights(path)
+            try:
+                archive.write_around(file)
+                os.ftruncate(file, archive.length)
+            finally:
+                os.close(file)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        """Write what is beside the parameters: Adam's count and settings, model states, config and tokenizer."""
+        directory, count = self.directory / self._tag, torch.tensor(float(self._run.updates))
+        trained = [path.parent for path in self._stored if path.stem == MOMENTS[0]]
+        for folder in trained:
+            (folder / "step.pt").write_bytes(torch_zip_writer.dump(count))
+        # Decay stays what each group of the run has: ZeRO 3 gives all groups the settings of the first, and of ZeRO 1
+        # and 2 each group needs some here, or its parameters are passed over
+        settings = {key: one for key, one in self._run.settings.items() if key in ("lr", "betas", "eps")}
+        group = settings | {"params": []}
+        optimizer = {
+            "ds_version": _VERSION,
+            "param_groups": [group] * len(trained),
+            "optimizer_state_dict": {"state": {0: {"step": count}}, "param_groups": [group]},
+        }
+        (directory / ZERO / OPTIMIZER_STATE).write_bytes(torch_zip_writer.dump(optimizer))
+        model = torch_zip_writer.dump(self._model_states([folder.name for folder in trained]))
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            (directory / name).write_bytes(model)  # ZeRO 3 looks for the second
+        for name, data in self._companions.files.items():
+            (self.directory / name).write_bytes(data)
+        config = config_of_values(self._companions, self._config, self.specs)
+        (self.directory / "config.json").write_bytes(to_json(config))
+        (self.directory / "latest_universal").write_text(self._tag)
+        if fp8 is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+
+    def _model_states(self, trained: Sequence[str]) -> dict[str, Any]:
+        """`lr_scheduler` has what torch's and DeepSpeed's schedulers count; how rates follow from it is the run's."""
+        shapes = {path.parent.name: spec.shape for path, spec in self._stored.items()}
+        updates = self._run.updates
+        counts = {"last_epoch": updates, "_step_count": updates + 1, "last_batch_iteration": updates - 1}
+        return {
+            "module": {},
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": [{name: shapes[name] for name in trained}],
+            "frozen_param_shapes": {},
+            "frozen_param_fragments": {},
+            "shared_params": {},
+            "lr_scheduler": counts | {"lr_lambdas": []},
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": self._iteration,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": _VERSION,
+        }
+
+
+@functools.cache
+def _archive(dtype: torch.dtype, shape: tuple[int, ...]) -> torch_zip_writer.Archive:
+    """The file of a tensor of this dtype and shape."""
+    return torch_zip_writer.lay_out({"param": torch_zip_writer.Blank(dtype, shape), "cat_dim": 0})

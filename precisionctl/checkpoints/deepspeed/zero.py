@@ -1,0 +1,203 @@
+"""DeepSpeed's own checkpoints, as its ranks save them (read off 0.19.8 and its utils/zero_to_fp32.py).
+
+A directory such as `global_step100` has, for each data-parallel rank R,
+`[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt` with flat FP32 masters and moments, one for each group of parameters;
+and model states, which name parameters and their shapes in the order in which they stand in the flat ones.
+
+- ZeRO 1 and 2, and the BF16 optimizer: `mp_rank_00_model_states.pt`. Of each group all parameters stand one after the
+  other, perhaps each with padding of its own (`param_alignment_paddings`), and all that is cut in equal parts for the
+  ranks, anywhere; padding at the end may be left out. (`param_slice_mappings` says so too, but is wrong with
+  `round_robin_gradients`.) Frozen parameters are in `module` alone, in the model's dtype.
+- ZeRO 3: `zero_pp_rank_R_mp_rank_00_model_states.pt`, whose `module` is empty. Each parameter is dealt out to all ranks
+  (ceil(elements / ranks) for each, padded), and a rank's pieces stand one after the other. Frozen ones are dealt out in
+  the same way in `frozen_param_fragments`.
+- Without ZeRO: `mp_rank_00_model_states.pt` alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.deepspeed.states import (
+    MOMENTS,
+    SAVE_IT_WHOLE,
+    WHAT,
+    ModelStates,
+    SavedStates,
+    dealt_frozen,
+    is_flat,
+    number,
+    plain_groups,
+    rank_files,
+    read_states,
+)
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.torch_zip import LocatedTensor
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.param import TensorSpec
+
+_PARAM = "param"
+
+
+def read_zero(directory: Path) -> SavedStates:
+    """What the files of all ranks hold.
+
+    Raises DamagedCheckpoint where ranks are missing or files contradict one another, UnsafePickle, and CheckpointError
+    for a checkpoint cut for tensor or pipeline parallelism, or for ranks of experts.
+    """
+    model, optimizer = rank_files(directory)
+    states = ModelStates(model[0])
+    if not optimizer:
+        return _without_zero(states)
+    contents = [_RankStates(path) for path in optimizer]
+    ranks = len(contents)
+    stage = contents[0].stage
+    if any(rank.stage != stage for rank in contents) or any(count not in (None, ranks) for count in _counts(contents)):
+        what = f"files of {ranks} ranks, which say {shown(contents[0].said_ranks)} ranks and ZeRO {stage}"
+        raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
+    found: dict[str, dict[str, FlatTensor]] = {}
+    for kind in (_PARAM, *contents[0].moments):
+        for rank in contents:
+            if kind != _PARAM and kind not in rank.moments:
+                raise DamagedCheckpoint(f"its optimizer has no {kind}", where=rank.path)
+        found[kind] = (_dealt if stage == 3 else _joined)(contents, kind, states, directory)
+    weights = states.stored(states.shapes)
+    if stage == 3:
+        weights |= dealt_frozen(states, model, directory)
+    return SavedStates(
+        states.with_shared(weights | found.pop(_PARAM)),
+        [*model, *optimizer],
+        states.global_steps,
+        found,
+        _same_number(contents) if found else None,
+        contents[0].groups,
+        contents[0].other_state,
+    )
+
+
+class _RankStates:
+    """A rank's file of the optimizer: flat tensors by kind, for each group of parameters."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with damage(WHAT, path):
+            content = read_states(path)["optimizer_state_dict"]
+            # The BF16 optimizer names no stage; it stores as ZeRO 1 does
+            self.stage = number(content.get("zero_stage", 1), path)
+            if self.stage not in (1, 2, 3):
+                raise ValueError(f"ZeRO {self.stage}")
+            self.said_ranks = content.get("partition_count")
+            partitions = content.get("ds_zero_partition_groups")
+            if partitions and any(group.get("partition_count") != self.said_ranks for group in partitions):
+                raise CheckpointError("groups of ranks of their own for some parameters", where=path, do=SAVE_IT_WHOLE)
+            self.paddings = content.get("param_alignment_paddings")
+            base = content["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+            self._states = list(base["state"].values() if isinstance(base, dict) else base)
+            numbers = list(base["state"]) if isinstance(base, dict) else list(range(len(base)))
+            if numbers != list(range(len(numbers))):
+                raise ValueError(f"states of groups {shown(numbers)}")
+            self.groups = plain_groups(base.get("param_groups") if isinstance(base, dict) else None)
+            masters = content["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+            self._flat = {_PARAM: list(masters)}
+            kinds = list(dict.fromkeys(key for state in self._states for key, one in state.items() if is_flat(one)))
+            self.moments = [kind for kind in MOMENTS if kind in kinds]
+            self.other_state = tuple(str(kind)[:60] for kind in kinds if kind not in MOMENTS)
+            if len(self.moments) < len(MOMENTS):
+                self.other_state, self.moments = (*self.moments, *self.other_state), []
+            self._flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
+            for kind, parts in self._flat.items():
+                if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
+                    raise ValueError(f"{kind} is not flat, or not of all {len(masters)} groups")
+                if any(one.dtype != torch.float32 for one in parts):
+                    raise ValueError(f"{kind} is not FP32")
+
+    def flat(self, kind: str) -> list[LocatedTensor]:
+        """The flat tensors of a kind, by group."""
+        return self._flat[kind]
+
+    @property
+    def counts(self) -> list[int]:
+        """Elements of the masters of each group."""
+        return [one.shape[0] for one in self._flat[_PARAM]]
+
+    @property
+    def updates(self) -> set[int]:
+        """What Adam has counted, in states or in groups."""
+        steps = [one["step"] for one in (*self._states, *self.groups) if one.get("step") is not None]
+        return {number(step, self.path) for step in steps}
+
+
+def _counts(contents: Iterable[_RankStates]) -> Iterable[Any]:
+    for rank in contents:
+        yield from rank.said_ranks if isinstance(rank.said_ranks, list) else [rank.said_ranks]
+
+
+def _same_number(contents: Sequence[_RankStates]) -> int | None:
+    counted = set().union(*(rank.updates for rank in contents))
+    if len(counted) > 1:
+        what = f"its parameters had other numbers of updates: {shown(sorted(counted))}"
+        raise DamagedCheckpoint(what, where=contents[0].path, do="Is each file of this checkpoint?")
+    return counted.pop() if counted else None
+
+
+def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, where: Path) -> dict[str, FlatTensor]:
+    """ZeRO 1 and 2: each group's parameters one after the other, over all ranks."""
+    found: dict[str, FlatTensor] = {}
+    if any(len(rank.counts) != len(states.groups) for rank in contents):
+        raise DamagedCheckpoint(f"flat tensors of other groups than the {len(states.groups)} of the model", where=where)
+    for group, shapes in enumerate(states.groups):
+        counts = [rank.counts[group] for rank in contents]
+        for rank, count in zip(contents, counts, strict=True):
+            longer = rank.flat(kind)[group].shape[0]
+            if longer < count or (longer > count and rank is not contents[-1]):
+                raise DamagedCheckpoint(f"{kind} of {longer} elements for {count} masters", where=rank.path)
+        whole = EndToEnd([(rank.path, rank.flat(kind)[group]) for rank in contents], counts)
+        paddings, start = _paddings(contents[0], group, len(shapes)), 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            found[name] = FlatTensor(TensorSpec(shape, torch.float32), Within(whole, start))
+            start += math.prod(shape) + padding
+        # DeepSpeed fills the last rank up to a multiple of twice the number of ranks, and may leave that out
+        if not start - (paddings[-1] if paddings else 0) <= whole.count < start + 2 * len(contents):
+            what = f"the ranks have {whole.count} elements of group {group}, its parameters {start}"
+            raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
+    return found
+
+
+def _paddings(rank: _RankStates, group: int, count: int) -> tuple[int, ...]:
+    if rank.paddings is None:
+        return (0,) * count
+    with damage(WHAT, rank.path):
+        found = tuple(number(one, rank.path) for one in rank.paddings[group])
+        if len(found) != count:
+            raise ValueError(f"{len(found)} paddings for {count} parameters")
+        return found
+
+
+def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, where: Path) -> dict[str, FlatTensor]:
+    """ZeRO 3: each parameter dealt out to the ranks; a rank has the pieces of all one after the other."""
+    ranks: list[EndToEnd] = []
+    for rank in contents:
+        if rank.counts != contents[0].counts or [one.shape[0] for one in rank.flat(kind)] != rank.counts:
+            raise DamagedCheckpoint(f"flat tensors of {kind} of other lengths than other ranks'", where=rank.path)
+        ranks.append(EndToEnd([(rank.path, one) for one in rank.flat(kind)], rank.counts))
+    found, start = {}, 0
+    for name, shape in states.shapes.items():
+        each = -(-math.prod(shape) // len(contents))
+        found[name] = FlatTensor(TensorSpec(shape, torch.float32), Dealt(ranks, start, each))
+        start += each
+    if start != ranks[0].count:
+        what = f"a rank has {ranks[0].count} elements, the model's parameters would have {start}"
+        raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
+    return found
+
+
+def _without_zero(states: ModelStates) -> SavedStates:
+    """Weights alone: without ZeRO the model is whole, in the dtype that it computes in."""
+    stored = states.stored(())
+    if any(name not in stored for name in states.shapes):
+        what = "its parameters are in the optimizer's files (*_optim_states.pt), which are missing"
+        raise DamagedCheckpoint(what, where=states.path, do="Copy the checkpoint again.")
+    return SavedStates(states.with_shared(stored), [states.path], states.global_steps)

@@ -1,0 +1,108 @@
+"""Tensors that trainers store flat: as runs of elements, which begin and end anywhere, also in the middle of a row."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from precisionctl.checkpoints.base import Box, Chunk
+from precisionctl.checkpoints.torch_zip import LocatedTensor
+from precisionctl.param import TensorSpec
+
+
+class FlatRun(NamedTuple):
+    """`elements` that stand one after the other in a file, from byte `offset` on."""
+
+    path: Path
+    offset: int
+    elements: int
+
+
+class Flat(Protocol):
+    """Where elements are that belong together: a tensor's, in row-major order, or those of many."""
+
+    def runs(self, start: int, count: int) -> Iterator[FlatRun]:
+        """Elements `[start, start + count)`, in their order."""
+        ...
+
+
+class EndToEnd:
+    """Flat tensors of one dtype, one after the other."""
+
+    def __init__(self, parts: Sequence[tuple[Path, LocatedTensor]], counts: Sequence[int]) -> None:
+        """`counts` are the elements that are taken of each part, which may have padding behind them."""
+        self._parts = parts
+        self._ends = list(accumulate(counts))
+
+    @property
+    def count(self) -> int:
+        """Elements of all parts."""
+        return self._ends[-1] if self._ends else 0
+
+    def runs(self, start: int, count: int) -> Iterator[FlatRun]:
+        at = bisect_right(self._ends, start)
+        while count:
+            (path, located), end = self._parts[at], self._ends[at]
+            first = self._ends[at - 1] if at else 0
+            taken = min(count, end - start)
+            if taken:
+                yield FlatRun(path, located.offset + (start - first) * located.dtype.itemsize, taken)
+            start, count, at = start + taken, count - taken, at + 1
+
+
+@dataclass(frozen=True)
+class Within:
+    """Elements of `whole` from `first` on."""
+
+    whole: Flat
+    first: int
+
+    def runs(self, start: int, count: int) -> Iterator[FlatRun]:
+        return self.whole.runs(self.first + start, count)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A tensor cut in as many pieces as there are `ranks`: each has `each` elements of it, from `first` on, the last
+    ones fewer or none, and padding up to `each`."""
+
+    ranks: Sequence[Flat]
+    first: int
+    each: int
+
+    def runs(self, start: int, count: int) -> Iterator[FlatRun]:
+        while count:
+            rank, within = divmod(start, self.each)
+            taken = min(count, self.each - within)
+            yield from self.ranks[rank].runs(self.first + within, taken)
+            start, count = start + taken, count - taken
+
+
+@dataclass(frozen=True)
+class FlatTensor:
+    """A tensor, and where its elements are."""
+
+    spec: TensorSpec
+    flat: Flat
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Boxes of the tensor. Where a run begins or ends in a row, that row is cut."""
+        columns, start = self.spec.columns, 0
+        for path, offset, count in self.flat.runs(0, self.spec.rows * columns):
+            while count:
+                row, column = divmod(start, columns)
+                if column or count < columns:
+                    box = Box(row, 1, column, min(count, columns - column))
+                else:
+                    box = Box(row, count // columns, 0, columns)
+                yield Chunk(box, path, offset)
+                start, count = start + box.elements, count - box.elements
+                offset += box.elements * self.spec.dtype.itemsize
+
+    def slices(self) -> Iterator["FlatTensor"]:
+        """What each index of its first dimension has."""
+        spec = TensorSpec(self.spec.shape[1:], self.spec.dtype)
+        for index in range(self.spec.rows):
+            yield FlatTensor(spec, Within(self.flat, index * self.spec.columns))

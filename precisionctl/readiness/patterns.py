@@ -1,0 +1,32 @@
+"""Names of modules by layer and kind, and patterns that match many of them."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+_IN_LAYER = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
+
+
+def split_name(module: str) -> tuple[str, int | None, str]:
+    """`decoder.layers.7.mlp.linear_fc1` as group, layer and kind: `decoder.layers`, 7, `mlp.linear_fc1`. A module
+    outside any layer is a kind of its own."""
+    match = _IN_LAYER.fullmatch(module)
+    return (match["group"], int(match["layer"]), match["kind"]) if match else ("", None, module)
+
+
+def shortened(modules: set[str], all_modules: Sequence[str]) -> tuple[str, ...]:
+    """Patterns, as of fnmatch, that match `modules` and no others of `all_modules`: where possible one for a kind of
+    module in every layer, or for all modules of a layer; else the module's name."""
+    kinds: dict[str, None] = {}
+    layers: dict[str, None] = {}
+    for module in all_modules:
+        group, layer, kind = split_name(module)
+        if layer is not None:
+            kinds[f"{group}.*.{kind}"] = layers[f"{group}.{layer}.*"] = None
+    patterns, left = [], dict.fromkeys(module for module in all_modules if module in modules)
+    for pattern in (*kinds, *layers):
+        matched = [module for module in all_modules if fnmatchcase(module, pattern)]
+        if len(matched) > 1 and modules.issuperset(matched) and any(module in left for module in matched):
+            patterns.append(pattern)
+            left = {module: None for module in left if module not in matched}
+    return (*patterns, *left)

@@ -1,0 +1,64 @@
+"""The library: its page is run as it stands, and what it gives is what transformers reads."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from precisionctl import api
+from precisionctl.errors import CheckpointError, DestinationExists, RecipeError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "library.md").read_text(encoding="utf-8")
+
+
+def test_the_page_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    pico.save(tmp_path / "Qwen3-0.6B", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL):
+        exec(code, names)
+    shown = capsys.readouterr().out
+    assert "torch.float32 torch.float8_e4m3fn" in shown and "no such file or directory somewhere" in shown
+
+
+def test_the_page_has_every_function_and_nothing_else() -> None:
+    listed = set(re.findall(r"^\| `(\w+)", PAGE, re.MULTILINE))
+    functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
+    assert listed == functions | {"Request"}
+    assert all(getattr(api, name).__doc__ for name in api.__all__)
+
+
+def test_tensors_are_what_the_file_has_whole_or_in_rows(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3")
+    checkpoint, stored = api.open_checkpoint(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert checkpoint.keys() == stored.keys() and (checkpoint.layout, checkpoint.fp8) == ("hf", None)
+    for name, values in stored.items():
+        assert torch.equal(checkpoint[name], values) and checkpoint[name].dtype == values.dtype
+    assert torch.equal(checkpoint.rows("lm_head.weight", 3, 2), stored["lm_head.weight"][3:5])
+    with pytest.raises(IndexError):
+        checkpoint.rows("lm_head.weight", -1, 2)
+    with pytest.raises(KeyError):
+        checkpoint["no.such.weight"]
+
+
+def test_what_is_there_is_not_replaced_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    pico.save(tmp_path / "a", "qwen3")
+    request = api.Request(tmp_path / "a", tmp_path / "b", "hf")
+    assert api.plan(request).targets and not (tmp_path / "b").exists()
+    assert not api.convert(request, workers=1).done_before
+    with pytest.raises(DestinationExists):
+        api.convert(request, workers=1)
+    with pytest.raises(RecipeError, match="no engine"):
+        api.check_target(tmp_path / "b", "vlm")
+    with pytest.raises(RecipeError, match="says what it is"):
+        api.open_checkpoint(tmp_path / "a", architecture="llama")
+    with pytest.raises(CheckpointError):
+        api.inspect(tmp_path)

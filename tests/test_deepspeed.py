@@ -1,0 +1,273 @@
+"""DeepSpeed's checkpoints are read as what was saved, whatever the stage and the number of ranks."""
+
+import shutil
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import conversions
+import deepspeed_files as files
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Hints, Reader, read_tensor
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
+
+ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of Hugging Face whose sizes are odd."""
+    folder = tmp_path_factory.mktemp("llama")
+    pico.save(folder, "llama-3", **ODD)
+    return folder
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def read(path: Path, reference: Path) -> DeepSpeedReader:
+    reader = open_checkpoint(path, hints=Hints(companions=read_companions(reference)))
+    assert isinstance(reader, DeepSpeedReader)
+    return reader
+
+
+def assert_is(reader: DeepSpeedReader, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    class Both:
+        specs = {**reader.specs, **reader.optimizer_specs}
+        chunks = staticmethod(reader.chunks)
+
+    for kind, tensors in states.items():
+        prefix = "" if kind == "fp32" else f"optimizer.state.{kind}."
+        for name, tensor in tensors.items():
+            assert torch.equal(read_tensor(Both, f"{prefix}{name}"), tensor), (kind, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_and_moments_are_what_ranks_have_together(tmp_path: Path, llama: Path, stage: int, ranks: int) -> None:
+    states = files.states_of(weights_of(llama))
+    files.save(tmp_path / "run", states, stage, ranks, padded=ranks == 2, spaced=stage == 1)
+    reader = read(tmp_path / "run", llama)
+    assert_is(reader, states)
+    assert reader.specs.keys() == states["fp32"].keys()
+    assert len(reader.optimizer_specs) == 2 * len(reader.specs)
+    assert (reader.iteration, reader.container) == (3, "deepspeed")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_conversions_of_it_are_those_of_the_model(tmp_path: Path, llama: Path, stage: int) -> None:
+    states = files.states_of(weights_of(llama))
+    files.save(tmp_path / "run", states, stage, 3)
+    for to in ("hf", "megatron"):
+        conversions.run(tmp_path / "run", tmp_path / to, to, reference=llama, verify=True, drop_optimizer=True)
+    conversions.run(tmp_path / "run", tmp_path / "bf16", "hf", "bf16", reference=llama)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf")
+    for name, master in states["fp32"].items():
+        assert torch.equal(weights_of(tmp_path / "hf")[name], master)
+        assert torch.equal(conversions.tensors(tmp_path / "back")[name], master)
+        assert torch.equal(weights_of(tmp_path / "bf16")[name], master.bfloat16())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_and_moments_go_to_megatron_where_weights_of_their_names_go(
+    tmp_path: Path, llama: Path, stage: int
+) -> None:
+    states = files.states_of(weights_of(llama))
+    files.save(tmp_path / "run", states, stage, 3)
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "megatron", "bf16", reference=llama, verify=True)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 3
+    for kind, tensors in states.items():
+        shutil.copytree(llama, tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors", {"format": "pt"})
+        conversions.run(tmp_path / kind, tmp_path / f"{kind}-in-megatron", "megatron")
+        for name, tensor in conversions.tensors(tmp_path / f"{kind}-in-megatron").items():
+            stored = f"optimizer.state.{kind.replace('fp32', 'param')}.{name}"
+            assert torch.equal(read_tensor(WithOptimizer(reader), stored), tensor), stored
+    (inner,) = (reader.common["optimizer"]["optimizer"],)
+    assert inner["state"] == {"common_step": 3} and inner["param_groups"][0]["max_lr"] == 2e-3
+    assert any("loss scaler" in note for note in told.notes)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_universal_checkpoint_is_read_parameter_by_parameter(tmp_path: Path, llama: Path, flat: bool) -> None:
+    states = files.states_of(weights_of(llama))
+    directory = files.save_universal(tmp_path / "run" / "global_step3_universal", states, flat=flat)
+    (tmp_path / "run" / "latest_universal").write_text(directory.name)
+    if flat:
+        files.save(tmp_path / "zero", states, 3, 2)
+        for path in (tmp_path / "zero" / "global_step3").glob("*model_states.pt"):
+            shutil.copy(path, directory)
+    reader = read(tmp_path / "run", llama)
+    assert_is(reader, states)
+    assert (reader.container, reader.specs.keys()) == ("deepspeed-universal", states["fp32"].keys())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_and_shared_parameters_are_read_where_they_are(tmp_path: Path, stage: int) -> None:
+    pico.save(tmp_path / "hf", "llama-tied", **ODD)
+    weights = weights_of(tmp_path / "hf")
+    frozen = {name: one.bfloat16() for name, one in weights.items() if "layers.0.mlp" in name or "model.norm" in name}
+    states = files.states_of({name: one for name, one in weights.items() if name not in frozen})
+    shared = {"lm_head.weight": "model.embed_tokens.weight"}
+    files.save(tmp_path / "run", states, stage, 2, frozen=frozen, shared=shared)
+    reader = read(tmp_path / "run", tmp_path / "hf")
+    assert_is(reader, states | {"": {}})
+    for name, one in frozen.items():
+        assert reader.specs[name].dtype == torch.bfloat16 and torch.equal(read_tensor(reader, name), one)
+    conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=tmp_path / "hf")
+    assert weights_of(tmp_path / "out").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path, stage: int) -> None:
+    model = pico.save(tmp_path / "hf", "qwen3-moe")
+    states = files.states_of(model.state_dict())
+    assert any(name.endswith("experts.gate_up_proj") for name in states["fp32"])
+    files.save(tmp_path / "run", states, stage, 3)
+    conversions.run(tmp_path / "run", tmp_path / "megatron", "megatron", reference=tmp_path / "hf", drop_optimizer=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "out", "hf")
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(states["fp32"][name])
+    model.save_pretrained(tmp_path / "by-transformers")
+    expected = weights_of(tmp_path / "by-transformers")
+    ours = weights_of(tmp_path / "out")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+def test_without_zero_weights_are_read_as_the_model_has_them(tmp_path: Path, llama: Path) -> None:
+    states = files.states_of(weights_of(llama))
+    files.save(tmp_path / "run", states, 0, 1)
+    reader = read(tmp_path / "run", llama)
+    assert {spec.dtype for spec in reader.specs.values()} == {torch.bfloat16} and not reader.optimizer_specs
+    assert_is(reader, {"fp32": {name: one.bfloat16() for name, one in states["fp32"].items()}})
+
+
+def test_a_folder_of_trainers_is_its_weights_and_the_step_in_it_their_masters(tmp_path: Path, llama: Path) -> None:
+    states, folder = files.states_of(weights_of(llama)), tmp_path / "checkpoint-3"
+    files.save(folder, states, 2, 2)
+    shutil.copy(llama / "config.json", folder)
+    assert open_checkpoint(folder).container == "deepspeed"
+    assert_is(read(folder, llama), states)
+    shutil.copy(llama / "model.safetensors", folder)
+    assert open_checkpoint(folder).container == "safetensors"
+    step: Reader = open_checkpoint(folder / "global_step3")
+    assert step.container == "deepspeed" and step.model.hidden_size == 64
+
+
+def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> None:
+    old, new = (files.states_of(weights_of(llama), seed) for seed in (1, 2))
+    files.save(tmp_path / "run", old, 1, 1, step=3)
+    files.save(tmp_path / "run", new, 1, 1, step=6)
+    hints = Hints(companions=read_companions(llama))
+    for iteration, step in ((None, 6), (3, 3), (6, 6)):
+        assert open_checkpoint(tmp_path / "run", iteration, hints).iteration == step
+    with pytest.raises(DamagedCheckpoint, match="global_step5 is not there"):
+        open_checkpoint(tmp_path / "run", 5, hints)
+
+
+def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Path) -> None:
+    files.save(tmp_path / "run", files.states_of(weights_of(llama)), 3, 1)
+    with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
+        open_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("stage", "there", "gone", "message"),
+    [
+        (2, None, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "files of 1 ranks"),
+        (2, None, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", r"files of ranks \[1\]"),
+        (3, None, "zero_pp_rank_0_mp_rank_00_model_states.pt", r"files of ranks \[1\]"),
+        (2, "mp_rank_01_model_states.pt", None, "tensor parallelism"),
+        (2, "layer_00-model_00-model_states.pt", None, "pipeline or expert"),
+        (2, "layer_0_expert_3_mp_rank_00_model_states.pt", None, "pipeline or expert"),
+        (2, "expp_rank_0_mp_rank_00_optim_states.pt", None, "pipeline or expert"),
+    ],
+)
+def test_ranks_that_are_missing_and_other_ways_to_cut_are_named(
+    tmp_path: Path, llama: Path, stage: int, there: str | None, gone: str | None, message: str
+) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), stage, 2)
+    if there:
+        (directory / there).touch()
+    if gone:
+        (directory / gone).unlink()
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path / "run", llama)
+
+
+def rewrite(path: Path, change: Any) -> None:
+    with files.classes():
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+
+
+def _longer(content: Any) -> None:
+    group = next(group for group in content["param_shapes"] if "model.norm.weight" in group)
+    group["model.norm.weight"] = torch.Size([64_000])
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "change", "message"),
+    [
+        (1, "mp_rank_00_model_states.pt", _longer, "of group"),
+        (3, "zero_pp_rank_0_mp_rank_00_model_states.pt", _longer, "a rank has"),
+        (1, "mp_rank_00_model_states.pt", lambda c: c["param_shapes"].pop(), "other groups"),
+        (2, "mp_rank_00_model_states.pt", lambda c: c.update(shared_params={"a": "b"}), "`b`, which others share"),
+        (2, "mp_rank_00_model_states.pt", lambda c: c.update(num_experts=[4]), "dealt out"),
+        (2, "mp_rank_00_model_states.pt", lambda c: c.update(global_steps=-1), "-1 steps"),
+        (2, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda c: c.pop("optimizer_state_dict"), "KeyError"),
+    ],
+)
+def test_files_that_contradict_one_another_are_refused(
+    tmp_path: Path, llama: Path, stage: int, name: str, change: Any, message: str
+) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), stage, 2)
+    rewrite(directory / name, change)
+    with pytest.raises(CheckpointError, match=message):
+        _ = read(tmp_path / "run", llama).iteration
+
+
+def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path) -> None:
+    states = files.states_of(weights_of(llama))
+    directory = files.save(tmp_path / "run", states, 1, 1)
+
+    def to_momentum(content: Any) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["momentum_buffer"] = state.pop("exp_avg")
+            del state["exp_avg_sq"]
+
+    rewrite(directory / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", to_momentum)
+    reader = read(tmp_path / "run", llama)
+    assert not reader.optimizer_specs
+    assert_is(reader, {"fp32": states["fp32"]})
+
+
+def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 1)
+    torch.save({"module": {}, "x": Fraction(1, 2)}, directory / "mp_rank_00_model_states.pt")
+    with pytest.raises(UnsafePickle, match="fractions.Fraction"):
+        read(tmp_path / "run", llama)
+
+
+def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path) -> None:
+    files.save(tmp_path / "other", files.states_of(weights_of(llama)), 1, 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").write_text("../other/global_step3")
+    with pytest.raises(PrecisionctlError, match="no checkpoint is recognised"):
+        open_checkpoint(tmp_path / "run")

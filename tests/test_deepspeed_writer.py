@@ -1,0 +1,92 @@
+"""Universal checkpoints of DeepSpeed that we write hold the optimizer of any source, under names in memory."""
+
+from pathlib import Path
+
+import conversions
+import deepspeed_files as files
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from trained_models import config_of, moments, save, states, trained
+
+from precisionctl.errors import MappingError, RecipeError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+UNIVERSAL = "deepspeed-universal"
+
+
+def stored(root: Path) -> dict[str, dict[str, Tensor]]:
+    """What is in `zero/`, by kind and parameter, loaded by PyTorch."""
+    zero = root / (root / "latest_universal").read_text() / "zero"
+    found: dict[str, dict[str, Tensor]] = {}
+    for path in sorted(zero.glob("*/*.pt")):
+        loaded = torch.load(path, weights_only=True)
+        found.setdefault(path.stem, {})[path.parent.name] = loaded if path.stem == "step" else loaded["param"]
+    return found
+
+
+def assert_holds(root: Path, expected: dict[str, dict[str, Tensor]], updates: int) -> None:
+    found = stored(root)
+    for kind, tensors in expected.items():
+        assert found[kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[kind][name].dtype == torch.float32 and torch.equal(found[kind][name], tensor), (kind, name)
+    assert {float(step) for step in found["step"].values()} == {updates}
+    assert found["step"].keys() == expected["exp_avg"].keys()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_ranks_have_is_there_parameter_by_parameter(tmp_path: Path, stage: int) -> None:
+    pico.save(tmp_path / "hf", "llama-3")
+    made = files.states_of(load_file(tmp_path / "hf" / "model.safetensors"))
+    files.save(tmp_path / "run", made, stage, 3)
+    for out in ("out", "again"):
+        conversions.run(
+            tmp_path / "run", tmp_path / out, "hf", container=UNIVERSAL, reference=tmp_path / "hf", verify=True
+        )
+    assert_holds(tmp_path / "out", made, 3)
+    assert conversions.tree(tmp_path / "out") == conversions.tree(tmp_path / "again")
+    conversions.run(tmp_path / "run", tmp_path / "mcore", "megatron", "bf16", reference=tmp_path / "hf")
+    conversions.run(tmp_path / "mcore", tmp_path / "by-megatron", "hf", container=UNIVERSAL)
+    assert_holds(tmp_path / "by-megatron", made, 3)
+    conversions.run(tmp_path / "out", tmp_path / "back", "hf")  # config.json is beside it
+    weights = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(weights[name], one) for name, one in made["fp32"].items())
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
+def test_a_run_of_pytorch_comes_with_the_names_of_its_class(tmp_path: Path, family: str) -> None:
+    model, optimizer = trained(family)
+    made, reference = save(tmp_path / "dcp", states(model, optimizer)), config_of(model, tmp_path / "config")
+    conversions.run(made, tmp_path / "mcore", "megatron", "bf16", reference=reference)
+    expected = {kind: moments(model, optimizer, kind) for kind in ("exp_avg", "exp_avg_sq")}
+    expected["fp32"] = dict(model.state_dict())
+    for source, told in ((made, reference), (tmp_path / "mcore", None)):
+        out = tmp_path / f"of-{source.name}"
+        conversions.run(source, out, "hf", container=UNIVERSAL, reference=told)
+        assert_holds(out, expected, 2)
+
+
+def test_groups_of_the_run_that_goes_on_keep_their_decay_and_get_the_rest(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3")
+    made = files.states_of(load_file(tmp_path / "hf" / "model.safetensors"))
+    files.save(tmp_path / "run", made, 2, 2)
+    conversions.run(tmp_path / "run", tmp_path / "out", "hf", container=UNIVERSAL, reference=tmp_path / "hf")
+    directory = tmp_path / "out" / "global_step3_universal"
+    beside = torch.load(directory / "zero" / "optimizer_state.pt", weights_only=True)
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": []}
+    assert beside["param_groups"] == [group] * len(made["fp32"])
+    assert beside["optimizer_state_dict"]["param_groups"] == [group]
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        assert torch.load(directory / name, weights_only=True)["global_steps"] == 3
+
+
+def test_without_an_optimizer_or_in_bf16_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3")
+    with pytest.raises(MappingError, match="the source has no optimizer"):
+        conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container=UNIVERSAL)
+    for options in ({"precision": "bf16"}, {"precision": "fp8"}, {"drop_optimizer": True}):
+        with pytest.raises(RecipeError):
+            conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container=UNIVERSAL, **options)
