@@ -60,8 +60,7 @@ def carry_extra_states():
 
 def allow_experts_and_latent_attention():
     """Without Transformer Engine, megatron-core 0.16 misses a name in experts, its plain attention does not take the
-    sizes of latent attention's heads (which only a forward pass would need), and classes are None that are tested
-    for."""
+    sizes of latent attention's heads, and classes are None that are tested for."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -73,15 +72,19 @@ def allow_experts_and_latent_attention():
 
     def without_sizes(self, *arguments, k_channels=None, v_channels=None, **others):
         plain(self, *arguments, **others)
+        if v_channels is not None:  # a head's output is as wide as its values
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     dot_product_attention.DotProductAttention.__init__ = without_sizes
 
 
 def activation(args: argparse.Namespace) -> Any:
-    from megatron.core.activations import squared_relu
+    from megatron.core.activations import quick_gelu, squared_relu
 
     if getattr(args, "squared_relu", False):
         return squared_relu
+    if getattr(args, "quick_geglu", False):
+        return quick_gelu
     return torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
 
 
@@ -92,21 +95,26 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     same = (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
         *("add_bias_linear", "add_qkv_bias", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
-        *("rotary_interleaved", "window_size", "attention_dropout", "hidden_dropout", "params_dtype", "bf16"),
+        *("rotary_interleaved", "attention_dropout", "hidden_dropout", "params_dtype", "bf16"),
     )
     optional = (
         *("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
         *("moe_router_enable_expert_bias", "moe_router_score_function", "mtp_num_layers", "qk_layernorm"),
         *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("moe_shared_expert_gate", "window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_type"),
+        *("glu_linear_offset", "activation_func_clamp_value"),
+        *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     )
+    of_latents = ("rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_base")
+    of_latents += ("original_max_position_embeddings", "rope_type", "rotary_percent", "q_lora_rank")
     latent = getattr(args, "multi_latent_attention", False)
     experts = getattr(args, "num_experts", None)
     return (MLATransformerConfig if latent else TransformerConfig)(
         **{name: getattr(args, name) for name in same},
         **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
+        **{name: getattr(args, name) for name in of_latents if latent and hasattr(args, name)},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        gated_linear_unit=args.swiglu,
+        gated_linear_unit=args.swiglu or getattr(args, "gated_linear_unit", False),
         activation_func=activation(args),
         tensor_model_parallel_size=work["tensor_parallel"],
         pipeline_model_parallel_size=work["pipeline_parallel"],
@@ -281,6 +289,11 @@ def load(model: Any, job: dict[str, Any], rank: int) -> None:
     if way:
         optimizer.load_state_dict(loaded["optimizer"])
         hold_optimizer(model, optimizer, f"{job['out']}.optimizer", rank)
+    if "again" in job:
+        Path(job["again"]).mkdir(parents=True)
+        state = dist_checkpointing.load_common_state_dict(job["directory"])
+        state |= {"model": model.sharded_state_dict(metadata=dict(metadata, **groups()))}
+        dist_checkpointing.save(state, job["again"], content_metadata=metadata)
     if "tokens" not in job:
         return hold(model, f"{job['out']}.rank{rank}.pt")
     tokens = torch.tensor(job["tokens"])

@@ -29,6 +29,8 @@ from precisionctl.readiness.assess import assess
 from precisionctl.reports import plan as plan_report
 from precisionctl.reports.inspect import describe
 from precisionctl.reports.readiness import advice
+from precisionctl.reports.verify import verdict
+from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
 SHOWN = {
@@ -115,7 +117,7 @@ NEVER = {
 }
 UNLESS_ASKED = {
     "of a tower or projector": "vision_tower visual audio_tower speech_encoder image_encoder multi_modal_projector "
-    "connector resampler aligner merger vit siglip clip mm_projector",
+    "connector resampler aligner merger vit siglip clip mm_input_projection",
     "a router or gate": "gate wg wgate gate_attn shared_expert_gate f_gate_preact router moe_router in_proj_ba "
     "in_proj_b in_proj_a f_a_proj f_b_proj a_proj b_proj f_proj g_proj",
     "of an indexer": "indexer compressor",
@@ -168,6 +170,8 @@ def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_
     assert sorted(kept) == sorted(names[: len(keeping)])
     (counter,) = rows(matrices("model.steps", dtype=torch.int64))
     assert counter.keeps_dtype and not counter.gemm
+    (codes,) = rows(matrices("model.layers.0.q_proj.weight", dtype=torch.float8_e4m3fn))
+    assert codes.gemm and not codes.keeps_dtype and codes.stored == (64, 32)
     ordered = [f"model.layers.{layer}.fc{number}.weight" for layer in (0, 2, 10) for number in (1, 2, 11)]
     assert [row.megatron for row in rows(matrices(*reversed(ordered)))] == ordered
 
@@ -176,13 +180,17 @@ def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_i
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
     biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
     assert not why_not_gemms(square | biases).keys() & square.keys()
-    biases["h.0.mlp.c_proj.bias"] = TensorSpec((32,), torch.bfloat16)
-    assert why_not_gemms(square | biases).keys() >= square.keys()
+    usual = matrices("h.0.mlp.c_fc.weight", shape=(128, 32))
+    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
+    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), torch.bfloat16)}
+    reasons = why_not_gemms(square | usual | biases)
+    assert {reasons.get(name) for name in square} == {"stored as [in, out]"} and not reasons.keys() & usual.keys()
 
 
 def test_experts_have_one_state_for_each_linear_unless_a_number_is_missing() -> None:
     numbered = [f"layers.0.experts.{number}.w1.weight" for number in (*range(11), 12)]
     assert {row.of_experts for row in rows(matrices(*numbered))} == {False}
+    assert {row.of_experts for row in rows(matrices(*numbered[:11]))} == {True}
     ordered = [row.megatron for row in rows(matrices(*numbered[:11]))]
     assert ordered == [f"layers.0.experts.w1.weight{number}" for number in range(11)]
     fused = matrices(*numbered[:11], "layers.0.experts.w1.weight")
@@ -214,6 +222,8 @@ def test_patterns_take_in_and_leave_out_with_all_that_is_fused(tmp_path: Path, w
     assert plain - codes(recipe=kept) == {f"{stem}{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no weight of a linear is called 'q_proj'"):
         codes(exclude=("q_proj",))
+    with pytest.raises(RecipeError, match="'.*embed_tokens' fits no weight that could be FP8.*: an embedding"):
+        codes(include=("*.embed_tokens",))
 
 
 def test_names_of_ignored_modules_are_those_in_files_and_in_memory(tmp_path: Path, wrapper: Path) -> None:
@@ -246,7 +256,7 @@ def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
         ),
     ]
     for request in refused:
-        with pytest.raises(UnknownArchitecture, match=r"`paligemma`.*text model is a gemma, .*one file with a table"):
+        with pytest.raises(UnknownArchitecture, match=r"`paligemma`.*text model is a gemma, .*A table is one file"):
             plan_command(request)
     with pytest.raises(UnknownArchitecture, match="`paligemma`"):
         make_plan(open_checkpoint(wrapper), "megatron")
@@ -261,6 +271,31 @@ def test_inspect_says_of_each_matrix_what_becomes_of_it(wrapper: Path) -> None:
     assert found["vision_tower.encoder.layers.*.mlp.fc1.weight"] == "of a tower or projector"
     assert found["language_model.model.embed_tokens.weight"] == "an embedding"
     assert assess(reader, None, lambda total: nullcontext(lambda done: None)).measured == {"weight": 14}
+
+
+def test_shapes_that_are_refused_are_counted_and_told_by_inspect_with_what_is_computed_with_them(
+    tmp_path: Path,
+) -> None:
+    shapes = {
+        **{
+            f"m.layers.{layer}.attn.{part}_proj.weight": (24 if part == "k" else 64, 64)
+            for layer in "01"
+            for part in "qkvo"
+        },
+        "m.layers.0.mlp.in_proj.weight": (72, 64),
+    }
+    source = strange(tmp_path / "source", {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()})
+    command = export(source, tmp_path / "out")
+    values = {name for name, tensor in stored(tmp_path / "out").items() if tensor.dtype == torch.bfloat16}
+    assert values == {name for name in shapes if "o_proj" not in name}
+    assert any("for their shapes, or for those of what is computed with them: 7." in note for note in command.notes)
+    found = {each["pattern"]: each["why_not_fp8"] for each in describe(open_checkpoint(source))["linears"]}
+    assert found.pop("m.layers.*.attn.o_proj.weight") is None and found.pop("m.layers.*.a.weight") is None
+    assert found == {
+        "m.layers.*.attn.k_proj.weight": "shape [24, 64], of which FP8 GEMMs need multiples of 16",
+        "m.layers.*.mlp.in_proj.weight": "shape [72, 64], of which FP8 GEMMs need multiples of 16",
+        **{f"m.layers.*.attn.{part}_proj.weight": "computed with one of a shape that is refused" for part in "qv"},
+    }
 
 
 def test_codes_of_a_model_without_a_table_come_back_as_they_were(tmp_path: Path) -> None:
@@ -360,11 +395,44 @@ def test_weights_become_fp8_without_state_that_nobody_can_record(tmp_path: Path)
     any_models.check_codes(tmp_path / "source", tmp_path / "out", "dynamic")
 
 
-def test_experts_in_one_tensor_do_not_go_to_transformers_as_compressed_tensors(tmp_path: Path) -> None:
-    any_models.save(tmp_path / "source", "llama4_text")
-    with pytest.raises(PrecisionError, match="one tensor and stay in BF16.*--scheme block"):
-        any_models.export(tmp_path / "source", tmp_path / "out", target="transformers")
-    any_models.export(tmp_path / "source", tmp_path / "block", "block", "transformers")
+def test_experts_in_one_tensor_that_transformers_takes_apart_do_not_go_to_it_as_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    model = any_models.save(tmp_path / "llama4", "llama4_text")
+    with pytest.raises(PrecisionError, match="experts of a layer as one tensor, in BF16.*--scheme block"):
+        export(tmp_path / "llama4", tmp_path / "out", target="transformers")
+    export(tmp_path / "llama4", tmp_path / "block", "block", "transformers")
+    any_models.load_whole(type(model), tmp_path / "block")
+    export(tmp_path / "llama4", tmp_path / "for vllm")
+    found = check(open_checkpoint(tmp_path / "for vllm"), engine_named("transformers"))
+    assert any(finding.what == "experts of a layer as one tensor, in BF16" for finding in found)
+    model = any_models.save(tmp_path / "granite", "granitemoe")  # of others it does not
+    export(tmp_path / "granite", tmp_path / "whole", target="transformers")
+    any_models.load_whole(type(model), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "kimi_k25", "electra", "whisper"])
+def test_what_stays_values_is_listed_under_the_names_that_transformers_gives_it(tmp_path: Path, kind: str) -> None:
+    """A linear within a layer, a tower whose q, k and v are one tensor, and heads that are tied and stored nowhere."""
+    model = any_models.save(tmp_path / "source", kind)
+    export(tmp_path / "source", tmp_path / "fp8", target="transformers")
+    assert not [
+        found for found in check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers")) if found.rule.fatal
+    ]
+    coded = any_models.load_whole(type(model), tmp_path / "fp8")
+    run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=1)
+    decoded = any_models.load_whole(type(model), tmp_path / "back").state_dict()
+    for name, tensor in coded.state_dict().items():
+        if tensor.dtype == torch.bfloat16 and "scale" not in name:
+            assert torch.equal(tensor, decoded[name]), name
+
+
+def test_verify_finds_modules_that_transformers_calls_otherwise_than_a_list_does(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "kimi_linear")
+    export(tmp_path / "source", tmp_path / "fp8")
+    found = check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers"))
+    wanted = "model.layers.0.self_attn.f_a_proj.weight", "in memory `model.layers.0.self_attn.forget_gate.f_a_proj`"
+    assert any(finding.where == wanted[0] and wanted[1] in finding.what and finding.rule.fatal for finding in found)
 
 
 def strange(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -406,3 +474,48 @@ def test_a_name_of_five_thousand_digits_is_refused_in_a_bin_file_too(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
     with pytest.raises(DamagedCheckpoint, match="a name of 5018 letters"):
         open_checkpoint(tmp_path).specs  # noqa: B018
+
+
+MOST_EXACT = ("norm", "lm_head", "bias", "inv_freq")
+"""Parts of names of tensors that are FP32 here, beside linears in BF16."""
+
+
+@pytest.mark.parametrize(("kind", "tabled"), [("llama-3", True), ("llama-3", False), ("bamba", False)])
+def test_what_is_fp32_beside_linears_in_bf16_stays_so_in_an_export_and_back(
+    tmp_path: Path, kind: str, tabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tabled:
+        monkeypatch.setattr(huggingface, "read_model", untabled)
+    save = pico.save if kind in pico.FAMILIES else any_models.save
+    save(tmp_path / "source", kind, dtype=torch.bfloat16)
+    before = stored(tmp_path / "source")
+    wide = {
+        name: tensor.float() + 2**-12 * torch.rand(tensor.shape)
+        for name, tensor in before.items()
+        if any(part in name for part in MOST_EXACT)
+    }
+    save_file(before | wide, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    command = export(tmp_path / "source", tmp_path / "fp8", "dynamic")
+    assert not any("FP32" in note for note in command.notes)
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["dtype"] == "bfloat16"
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "keep", workers=1)
+    run(tmp_path / "values", tmp_path / "again", "hf", "fp8", workers=1)
+    for made in ("fp8", "values", "again"):
+        found = stored(tmp_path / made)
+        for name, tensor in wide.items():
+            assert found[name].dtype == torch.float32 and torch.equal(found[name], tensor), (made, name)
+        assert same(tmp_path / "source" if made == "fp8" else tmp_path / "fp8", tmp_path / made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_stays_values_of_a_source_in_other_dtypes_is_rounded_and_counted_and_verify_says_so(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    pico.save(tmp_path / "source", "llama-3", dtype=dtype)
+    command = export(tmp_path / "source", tmp_path / "fp8", "dynamic")
+    found = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.bfloat16}
+    assert any(note.startswith(f"{len(found)} tensors that stay values are FP32 or FP16") for note in command.notes)
+    comparison = compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "fp8"))
+    assert comparison.equal
+    assert {tensor.name for tensor in comparison.tensors if tensor.status == "rounded"} == found
+    assert verdict(comparison).endswith(f", {len(found)} rounded to BF16.")

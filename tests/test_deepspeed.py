@@ -165,6 +165,8 @@ def test_a_folder_of_trainers_is_its_weights_and_the_step_in_it_their_masters(tm
     assert_is(read(folder, llama), states)
     shutil.copy(llama / "model.safetensors", folder)
     assert open_checkpoint(folder).container == "safetensors"
+    told = conversions.run(folder, tmp_path / "out", "megatron")
+    assert any("optimizer of DeepSpeed stay behind: give global_step3" in note for note in told.notes)
     step: Reader = open_checkpoint(folder / "global_step3")
     assert step.container == "deepspeed" and step.model.hidden_size == 64
 
@@ -241,6 +243,17 @@ def test_files_that_contradict_one_another_are_refused(
     rewrite(directory / name, change)
     with pytest.raises(CheckpointError, match=message):
         _ = read(tmp_path / "run", llama).iteration
+
+
+def test_parameters_in_another_order_than_their_shapes_are_noticed(tmp_path: Path, llama: Path) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 2)
+
+    def turn_round(content: Any) -> None:
+        content["param_shapes"] = [dict(reversed(group.items())) for group in content["param_shapes"]]
+
+    rewrite(directory / "mp_rank_00_model_states.pt", turn_round)
+    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights"):
+        read(tmp_path / "run", llama)
 
 
 def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path) -> None:

@@ -27,8 +27,10 @@ from precisionctl.launch.frameworks import launch
 from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
+from precisionctl.recipe import load_recipe
 from precisionctl.trainer.model.computes import BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.settings import check_length
 
 BF16 = Precision(fp8=False)
 
@@ -389,6 +391,8 @@ def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_r
     assert torch.equal(logits(other), logits(model))
     with pytest.raises(RecipeError, match="a text of 14 tokens, of which sparse attention would choose"):
         GPT(other, BF16)(torch.arange(14)[None])
+    with pytest.raises(RecipeError, match="beyond what the trainer computes of sparse attention: 1[23]"):
+        check_length(load_recipe("bf16", ["data.sequence_length=14"]), other)
 
 
 def test_every_field_of_a_model_is_one_of_those_above() -> None:

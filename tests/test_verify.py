@@ -88,6 +88,23 @@ def test_a_wider_dtype_with_the_same_values_is_exact(source):
     assert found.status == "exact"
 
 
+def test_values_rounded_to_bf16_are_the_same_unless_one_is_rounded_otherwise_or_to_infinity(source):
+    exact = read_tensor(source, DOWN).float() * (1 + 2**-10)
+    exact[0, 0] = 3.4e38  # beyond BF16's largest number
+    below = exact.clone()
+    below[0, 0] = 1.0
+    rounded, off = below.bfloat16(), below.bfloat16()
+    off[3, 5] = off[3, 5] * (1 + 2**-7)  # the next number of BF16
+    for one, other, status in (
+        (below, rounded, "rounded"),
+        (below, off, "differs"),
+        (exact, exact.bfloat16(), "differs"),
+    ):
+        for a, b in ((one, other), (other, one)):
+            found = of(compare(changed(source, DOWN, a), changed(source, DOWN, b)), DOWN)
+            assert found.status == status and found.equal == (status == "rounded")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_equals_nan_and_infinity_infinity_and_nothing_else(source, value):
     values = read_tensor(source, DOWN)

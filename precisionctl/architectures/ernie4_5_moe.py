@@ -86,4 +86,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

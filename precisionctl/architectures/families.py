@@ -44,9 +44,9 @@ def architecture_of(model_type: str) -> Architecture:
 
 def _known() -> str:
     return (
-        f"Supported: {', '.join(sorted(supported()))}. "
-        "A new family is one file with a table of rows in precisionctl/architectures/. Without one a safetensors "
-        "directory goes to Hugging Face's layout alone (docs/any_model.md)."
+        "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
+        "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one). "
+        f"Supported: {', '.join(sorted(supported()))}."
     )
 
 

@@ -139,4 +139,5 @@ ARCHITECTURE = Architecture(
         "gpt_neox.layers.{layer}.attention.masked_bias",
         "gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq",
     ),
+    names_by="this project",
 )

@@ -44,4 +44,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="this project",
 )

@@ -83,4 +83,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

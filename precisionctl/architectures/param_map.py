@@ -179,7 +179,8 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `note` is what else whoever converts one should know.
+    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
+    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has.
     """
 
     model_types: Mapping[str, str]
@@ -187,7 +188,7 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
-    note: str = ""
+    names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
 
     def spelled(
         self,

@@ -234,6 +234,6 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         config=(),
         aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         derived=tuple(map(wrapper.name_of, family.derived)),
-        note=family.note,
+        names_by=family.names_by,
         wrapper=wrapper,
     )

@@ -5,6 +5,7 @@ is read with it where parameters have names in it.
 `.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -79,11 +80,13 @@ class DcpModelReader:
         self.left = self._optimizer.others
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
+        for each in filter(None, (index, index_of_optimizer)):
+            _check_apart(each, path)
         prefixes = {kind: f"{STATE}{kind}." if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
-        if torchtitan.EMBEDDING in tensors[""] and self.model.architecture == "llama":
+        if torchtitan.EMBEDDING in tensors[""] and self.says_its_model and self.model.architecture == "llama":
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}
@@ -146,9 +149,14 @@ class DcpModelReader:
         """Those of the reference that a user has named, else those beside the checkpoint."""
         return self._hints.companions or self.own_companions
 
+    @property
+    def says_its_model(self) -> bool:
+        """Whether a config.json says which model it is. Without one names are as they are stored."""
+        return "config.json" in self.companions.files
+
     @cached_property
     def model(self) -> ModelShape:
-        if "config.json" not in self.companions.files:
+        if not self.says_its_model:
             raise CheckpointError(
                 "a PyTorch checkpoint (DCP) does not say which model it is",
                 where=self.path,
@@ -172,6 +180,19 @@ class DcpModelReader:
         if isinstance(place, str):
             return self._stored.chunks(place)
         return [Chunk(whole(self._spec(place)), place)]
+
+
+def _check_apart(index: dcp.Index, where: Path) -> None:
+    """Raise DamagedCheckpoint for tensors on the same bytes: a few bytes could stand for any number of them."""
+    spans = sorted(
+        (str(piece.span.path), piece.span.offset, piece.span.length, name)
+        for name, tensor in index.tensors.items()
+        for piece in tensor.pieces
+    )
+    for (path, start, length, name), (next_path, next_start, _, other) in itertools.pairwise(spans):
+        if path == next_path and next_start < start + length:
+            what = f"`{name}` and `{other}` are on the same bytes"
+            raise DamagedCheckpoint(what, where=where, do="No trainer saves that: do not trust it.")
 
 
 class DcpTensors:

@@ -113,7 +113,13 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
 def _of_a_family(reader: Reader) -> bool:
     """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in; towers may
     have any."""
-    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
+    if reader.layout != "hf" or not _says_its_model(reader):
+        return False
+    return not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
+
+
+def _says_its_model(reader: Reader) -> bool:
+    return not _is_dcp(reader) or "config.json" in reader.companions.files
 
 
 def _common_wrapper(reader: Reader) -> str | None:
@@ -132,7 +138,11 @@ TENSORS = (
         f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
         f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
-        lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
+        lambda reader: (
+            _first(reader.specs, "tok_embeddings.weight".__eq__)
+            if _is_dcp(reader) and _says_its_model(reader)
+            else None
+        ),
     ),
     Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",

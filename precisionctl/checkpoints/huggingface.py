@@ -213,8 +213,10 @@ CONTAINER = Container(
 
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
-    """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
-    counts: dict[torch.dtype, int] = {torch.bfloat16: 0}
+    """config.json's word for the dtype of values: that of most bytes, where codes are the BF16 that they decode to, and
+    their scales nothing."""
+    codes = sum(spec.rows * spec.columns for spec in specs.values() if spec.is_codes)
+    counts: dict[torch.dtype, int] = {torch.bfloat16: codes * torch.bfloat16.itemsize}
     for name, spec in specs.items():
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes

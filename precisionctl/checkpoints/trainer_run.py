@@ -63,4 +63,6 @@ def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 63  # others may be no float
+    return isinstance(value, float) and math.isfinite(value)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from precisionctl.architectures.families import table_of
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
@@ -13,6 +15,7 @@ from precisionctl.commands.notes import (
     known_state_notes,
     left_behind_notes,
     missing_notes,
+    rounded_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import TE, Request
@@ -22,12 +25,12 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError, nearest
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
-from precisionctl.model_shape import UntabledModel
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
 
@@ -73,6 +76,7 @@ def for_engine(request: Request, source: Source) -> Result:
         partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
+        kept=partial(engine.kept, _config_of(model), form.method.name, tied=isinstance(model, UntabledModel)),
     )
     if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
         raise PrecisionError(
@@ -84,17 +88,11 @@ def for_engine(request: Request, source: Source) -> Result:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
     notes += edge_notes(source.encodings, plan)
-    if isinstance(model, UntabledModel) and engine.name == "transformers":
-        if form.method.name == "compressed-tensors" and any(is_slice(name) for name in plan.targets):
-            raise PrecisionError(
-                "transformers makes linears of all experts of a model in compressed-tensors, and does not load these: "
-                "they are one tensor and stay in BF16",
-                do="Export with --scheme block.",
-            )
-    if engine.name == "transformers" and (isinstance(model, UntabledModel) or model.wrapper):
-        notes.append(
-            "transformers gives modules of some models other names in memory, and may take some that stay in BF16 for "
-            "FP8: load it with output_loading_info=True, and see that no weight is missing."
+    if found := engine.check_stacked(plan.targets, form.method.name):
+        raise PrecisionError(
+            f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
+            where=found[0].where,
+            do="Export with --scheme block.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
@@ -104,11 +102,20 @@ def for_engine(request: Request, source: Source) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += rounded_notes(reader, plan)
     notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _config_of(model: ModelShape) -> Mapping[str, Any]:
+    """What of a model's config.json says which class it is of."""
+    if isinstance(model, UntabledModel):
+        config: Mapping[str, Any] = model.config
+        return config
+    return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
 def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
@@ -170,6 +177,7 @@ def as_before(request: Request, source: Source) -> Result:
         *left_behind_notes(reader),
         *adapter_notes(reader),
         *companion_notes(reader),
+        *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
     card = _card_as_before(request.destination.name, source.plan, policy)

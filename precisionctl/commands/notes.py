@@ -4,13 +4,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
@@ -26,13 +30,21 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 
+_NAMES = {
+    "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
+    "Megatron-Core alone does not build this family.",
+    "this project": "Neither Megatron-Core nor Megatron-Bridge has this family: its names in Megatron are this "
+    "project's.",
+}
+"""Whose names a family has, where not Megatron-Core's."""
+
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
     table = table_of(model)
-    if to == "megatron" and table.note:
-        yield table.note
+    if to == "megatron" and table.names_by != "Megatron-Core":
+        yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
     if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
@@ -78,6 +90,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
+    if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
+        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
     if carried and of_trainer(reader):
         yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)) and (optimizer := reader.optimizer_specs):
@@ -247,6 +261,22 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
         yield f"{count} inputs of experts saw no token: their scales are of the largest amax of their layer's experts."
 
 
+def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note on values that are rounded to BF16 though nobody asked for that."""
+    rounded = [
+        name
+        for job in plan.jobs
+        for name in job.writes
+        if plan.targets[name].dtype == torch.bfloat16
+        and any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads)
+    ]
+    if rounded:
+        yield (
+            f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
+            f"is {rounded[0]}."
+        )
+
+
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
     """Notes on what was replaced of the checkpoint's own FP8 state, and on state that is outdated and therefore only
     `carried` along or left behind."""
@@ -267,6 +297,6 @@ def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) 
     if refused:
         name, what = next(iter(refused.items()))
         yield (
-            f"{len(refused)} weights stay in BF16 for their shapes, with what is computed with them; the first is "
-            f"{name}: {what}."
+            f"Weights that stay in BF16 for their shapes, or for those of what is computed with them: {len(refused)}. "
+            f"The first is {name}: {what}."
         )

@@ -17,6 +17,7 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     left_behind_notes,
     missing_notes,
+    rounded_notes,
 )
 from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
@@ -51,6 +52,7 @@ def with_te_state(request: Request, source: Source) -> Result:
         *missing_notes(reader),
         *adapter_notes(reader),
         *companion_notes(reader),
+        *rounded_notes(reader, source.plan),
         f'Load it with: precisionctl.te.load_te("{request.destination}")',
     ]
     make_states = partial(_with_weight_scales, states, source.plan)

@@ -6,8 +6,8 @@ dtypes, and the values of the scales alone; no weight is read.
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from precisionctl.discover import discover
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
+from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import RequiredKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout
@@ -47,6 +48,9 @@ class Engine:
     quant method and scheme, or four-bit format, that it loads, `reads_experts` those that it loads for experts too.
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
     of NVFP4 that differ among linears that it fuses.
+
+    What it finds: with `renames` modules have other names in memory, by transformers' own table. `one_by_one` are
+    experts that it does not load as values beside codes of a quant method, if they are stored as one tensor.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -84,6 +88,8 @@ class Engine:
     latents: EngineRule
     on_cache: str
     bf16_scales: frozenset[str] = frozenset()
+    renames: bool = False
+    one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -143,8 +149,12 @@ class Engine:
             *_USABLE.findings(found),
             *(finding for finding in shapes if finding),
             *_wrongly_ignored(
-                found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation
+                found,
+                self.ignores.get((method.name, scheme)) or self.ignores[method.name],
+                self._names(config, found),
+                self.quantisation,
             ),
+            *self.check_stacked(specs, method.name),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
@@ -174,6 +184,40 @@ class Engine:
         experts = [] if (method, known) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
+
+    def check_stacked(self, names: Iterable[str], method: str) -> list[Finding]:
+        """The first of these tensors that the engine does not load as values beside codes, as a finding."""
+        pattern = self.one_by_one.get(method)
+        stacked = [name for name in names if pattern and pattern.fullmatch(name)]
+        return [Finding(name, "experts of a layer as one tensor, in BF16", self.quantisation) for name in stacked[:1]]
+
+    def kept(
+        self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool
+    ) -> list[str]:
+        """The modules with `values` as a list has them that the engine leaves unquantized: under their own names and
+        those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
+        nowhere, under a name that only the model's class knows."""
+        if not self.renames:
+            return [*values]
+        codes = [name for name in codes if not _EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
+        taken = {name for names in possible(config, codes).values() for name in names}
+        named = (name for names in possible(config, values).values() for name in names)
+        heads = [f"re:{_HEADS}"] if tied and method == "compressed-tensors" else []
+        heads = [] if any(re.match(_HEADS, name) for name in codes) else heads
+        return list(dict.fromkeys([*values, *(name for name in named if name not in taken), *heads]))
+
+    def _names(self, config: Mapping[str, Any], directory: QuantizedDirectory) -> dict[str, list[str]]:
+        """The names in memory under which the engine looks for modules in its list."""
+        modules = [name.removesuffix(".weight") for name in _linears(directory.specs)]
+        if not self.renames or directory.method != "compressed-tensors":  # of others it renames the list too
+            return {module: [module] for module in modules}
+        alone = [module for module in modules if not _EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
+        found = renamed(config, alone)
+        return {module: found.get(module) or [module] for module in modules}
+
+
+_HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
+"""Heads that are tied to an embedding, by the names of transformers' classes (5.23, `_tied_weights_keys`)."""
 
 
 def engines() -> dict[str, Engine]:
@@ -210,15 +254,19 @@ def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[F
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _wrongly_ignored(directory: QuantizedDirectory, ignoring: Ignoring, rule: EngineRule) -> Iterator[Finding]:
+def _wrongly_ignored(
+    directory: QuantizedDirectory, ignoring: Ignoring, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
+) -> Iterator[Finding]:
     """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
     for name in _linears(directory.specs):
-        module = name.removesuffix(".weight")
-        ignored = ignoring.leaves_out(directory.quantization, module)
-        if name in directory.scales and ignored:
-            yield Finding(name, f"{_kind(directory.specs[name])} codes, but its module is ignored", rule)
-        if name not in directory.scales and not ignored and not module.endswith(directory.spelling.never):
-            yield Finding(name, f"{directory.specs[name].dtype} values, but its module is not ignored", rule)
+        module, coded = name.removesuffix(".weight"), name in directory.scales
+        for called in in_memory[module]:
+            ignored = ignoring.leaves_out(directory.quantization, called)
+            which = "its module" if called == module else f"its module, in memory `{called}`,"
+            if coded and ignored:
+                yield Finding(name, f"{_kind(directory.specs[name])} codes, but {which} is ignored", rule)
+            if not coded and not ignored and not called.endswith(directory.spelling.never):
+                yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
 
 
 def _kind(spec: TensorSpec) -> str:

@@ -4,11 +4,16 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 `quant_method: fp8` it decodes the weights wherever there is no GPU with FP8. ModelOpt's directories it takes for BF16.
 """
 
+import re
+
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
 from precisionctl.engines.rule import Demand, EngineRule
+
+_LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
+"""Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
 
 ENGINE = Engine(
     name="transformers",
@@ -84,6 +89,8 @@ ENGINE = Engine(
         "transformers 5.23 core_model_loading.py MergeModulelist",
     ),
     bf16_scales=frozenset({"compressed-tensors"}),
+    renames=True,
+    one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
     fuses=False,
     reads_conv1d=False,
     ignores={

@@ -4,7 +4,7 @@ A plan without such a pass writes values.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -94,8 +94,8 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 def with_names_in_memory(modules: Sequence[str]) -> list[str]:
     """Names of modules as a directory has them, and as transformers has them in memory, where lists of names are held
     against them (transformers#48349): of the 800 renamings of its conversion_mapping.py (5.23) those of Mixtral, PhiMoE
-    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`. vLLM renames
-    the list as it does the tensors."""
+    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`; the others are
+    looked up for its own exports (`engines/names_in_memory.py`). vLLM renames the list as it does the tensors."""
     found = dict.fromkeys(modules)
     for name in modules:
         renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
@@ -153,13 +153,15 @@ class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
 
     `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
-    weights that stay values because an engine refuses their shapes, and why.
+    weights that stay values because an engine refuses their shapes, or those of what it computes with them, and why.
+    `kept` makes an engine's list of what is not quantized.
     """
 
     format: WeightFormat
     jobs: Sequence[Job]
     refused: Mapping[str, str]
     inputs: Mapping[str, Tensor] | None = None
+    kept: "Kept | None" = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
         if self.format.scheme not in _SHARED:
@@ -197,9 +199,11 @@ class InScheme:
         return {}
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
+        coded = [name.removesuffix(".weight") for job in self.jobs for name in job.writes]
+        kept = self.kept(kept, coded) if self.kept else kept
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
         if self.format.method.name in _MATCHED_BY_PART:
-            codes = "\n".join(name for job in self.jobs for name in job.writes)
+            codes = "\n".join(coded)
             kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]  # a glob: no part of a name
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
@@ -212,6 +216,10 @@ _SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
 
 Refusal = Callable[[str, TensorSpec], str | None]
 """What an engine has against a weight of this name and shape as FP8; None for nothing."""
+
+
+Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
+"""An engine's list of the modules that stay values, the first, as it looks for them, beside the modules of codes."""
 
 
 def served(plan: Plan, ranks: int = 1) -> ServingLayout:
@@ -230,11 +238,13 @@ def in_scheme(
     *,
     keep_refused: bool = False,
     why_no_state: str = NO_STATE,
+    kept: Kept | None = None,
 ) -> InScheme:
     """The policy that makes of a plan of BF16 values one of codes in a format.
 
     `precision` says which modules stay in BF16. Weights of shapes that the engine refuses are an error, or, with
-    `keep_refused`, stay in BF16 too, with all that engines want in one form with them. The scheme `static` takes its
+    `keep_refused`, stay in BF16 too, with all that engines want in one form with them. `kept` makes the list of what is
+    not quantized. The scheme `static` takes its
     input scales from `states`; `why_no_state` says why there are none, if there are none.
 
     Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
@@ -252,17 +262,17 @@ def in_scheme(
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
             "modules in --exclude, or keep_bf16 of a --recipe.",
         )
-    groups = {in_step(name) for name in refused}
-    jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
+    refused |= along_with(refused, (name for job in jobs for name in job.writes))
+    jobs = [job for job in jobs if refused.keys().isdisjoint(job.writes)]
     if not jobs:
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
-            + (f"; {len(refused)} have shapes that are refused" if refused else ""),
+            + (f": the engine takes none of {len(refused)} for their shapes" if refused else ""),
             do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
     if form.scheme == "static":
-        return InScheme(form, jobs, refused, inputs)
+        return InScheme(form, jobs, refused, inputs, kept)
     for job in jobs:
         if not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
@@ -270,7 +280,16 @@ def in_scheme(
                 where=f"architecture {plan.model.architecture}",
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
-    return InScheme(form, jobs, refused, inputs)
+    return InScheme(form, jobs, refused, inputs, kept)
+
+
+def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:
+    """Those of `weights` that engines want in one form with a refused one, and stay values with it: and why."""
+    first: dict[str, str] = {}
+    for name in refused:
+        first.setdefault(in_step(name), name)
+    groups = ((name, first.get(in_step(name))) for name in weights if name not in refused)
+    return {name: f"computed with `{other}`" for name, other in groups if other}
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:

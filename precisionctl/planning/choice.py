@@ -1,6 +1,6 @@
 """Which weights of a plan are to be FP8, where the user says more than a table: by patterns of their names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,7 @@ def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ())
     gemms = {name for job in plan.jobs if job.row.gemm for name in job.writes}
     reasons = why_not_gemms(plan.targets)
     linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
-    wanted, unwanted = (_groups(linears, patterns) for patterns in (include, exclude))
+    wanted, unwanted = (_groups(linears, patterns, reasons) for patterns in (include, exclude))
     chosen = (gemms | {name for name in linears if in_step(name) in wanted}) - {
         name for name in linears if in_step(name) in unwanted
     }
@@ -28,12 +28,18 @@ def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ())
     return replace(plan, jobs=tuple(jobs))
 
 
-def _groups(linears: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The groups of the weights that patterns match."""
+def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:
+    """The groups of the weights that patterns match. `reasons` say of tensors why they are no FP8 GEMM's."""
     found = set()
     for pattern in patterns:
         groups = {in_step(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
         if not groups:
+            for name, why in reasons.items():
+                if fnmatchcase(name.removesuffix(".weight"), pattern):
+                    raise RecipeError(
+                        f"{pattern!r} fits no weight that could be FP8, but `{name}`: {why}",
+                        do="Leave it out: that stays as it is. `inspect` says what an export makes of each matrix.",
+                    )
             raise RecipeError(
                 f"no weight of a linear is called {pattern!r}",
                 do="Patterns match whole names of modules, such as 'model.visual.*'; `inspect` lists them.",

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
+from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
-from precisionctl.export.encode import is_slice
+from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
@@ -29,8 +32,11 @@ Description = Mapping[str, Any]
 
 
 def describe(reader: Reader) -> Description:
-    """Everything that can be said without reading tensor data; FP8 state, which is small, is read."""
-    specs = reader.specs.values()
+    """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
+    a PyTorch checkpoint that nothing says the model of."""
+    specs, model = reader.specs.values(), None
+    if not isinstance(reader, DcpModelReader) or reader.says_its_model:
+        model = reader.model
     nbytes = _bytes_by_dtype(reader)
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
@@ -39,17 +45,17 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
-        "architecture": reader.model.model_type,
+        "architecture": model.model_type if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
         "tensors": len(reader.specs),
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
-        "parts": _parts(reader) if reader.model.wrapper else None,
+        "parts": _parts(reader) if model and model.wrapper else None,
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
-        "model": reader.model.described(),
-        "linears": _linears(reader) if isinstance(reader.model, UntabledModel) else None,
+        "model": model.described() if model else None,
+        "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
@@ -70,10 +76,14 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
     }
 
 
-def _linears(reader: Reader) -> list[dict[str, Any]]:
+def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
     """The matrices of a model that no table describes, those together whose names differ in numbers alone: how many,
     and why they stay as they are in an FP8 export (None: they do not)."""
     reasons = why_not_gemms(reader.specs)
+    linears = {name: spec for name, spec in reader.specs.items() if name not in reasons and not is_slice(name)}
+    served = ServingLayout.of(model.config)
+    refused = {name: why for name, spec in linears.items() if (why := served.refusal(name, spec, "dynamic", "last"))}
+    reasons |= refused | dict.fromkeys(along_with(refused, linears), "computed with one of a shape that is refused")
     found: dict[tuple[str, str | None], int] = Counter()
     for name, spec in reader.specs.items():
         if len(spec.shape) == 2:
@@ -90,8 +100,8 @@ def _bytes_by_dtype(reader: Reader) -> Counter[str]:
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
-    """What a Megatron checkpoint has of one."""
-    if not of_megatron(reader):
+    """What a trainer's checkpoint has of one."""
+    if not (of_megatron(reader) or of_trainer(reader)):
         return None
     try:
         specs = reader.optimizer_specs
@@ -193,15 +203,15 @@ def summary(description: Description) -> Table:
     rows = [
         ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
         ("layout", description["layout"]),
-        ("architecture", description["architecture"]),
+        ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         *_part_rows(description),
-        *_shape_rows(description["model"]),
+        *(_shape_rows(description["model"]) if description["model"] else ()),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
-    if description["layout"] == "megatron":
+    if description["layout"] == "megatron" or description["optimizer"]:
         rows.append(("optimizer", _optimizer_words(description["optimizer"])))
     if description["coded"]:
         rows.append(_coded_row(description))
@@ -212,11 +222,12 @@ def summary(description: Description) -> Table:
 
 def _part_rows(description: Description) -> list[tuple[str, str]]:
     """What of a wrapper is text, and what is not."""
-    text = description["model"].get("architecture")
-    titles = {"text": f"text model, {text}", "towers": "towers, as they are"}
+    if not (parts := description["parts"]):
+        return []
+    titles = {"text": f"text model, {description['model']['architecture']}", "towers": "towers, as they are"}
     return [
         (titles[part], f"{each['parameters']:,} in {each['tensors']} tensors, {size(each['bytes'])}")
-        for part, each in (description["parts"] or {}).items()
+        for part, each in parts.items()
     ]
 
 

@@ -1,5 +1,6 @@
 """What `verify` found, for people."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
@@ -40,8 +41,10 @@ def verdict(comparison: Comparison) -> str:
     count, settings, states = len(comparison.tensors), len(comparison.settings), len(comparison.fp8 or ())
     different = sum(not tensor.equal for tensor in comparison.tensors)
     if comparison.equal:
-        encoded = sum(tensor.status == "encoded" for tensor in comparison.tensors)
-        return f"The same: all {count} tensors" + (f", {encoded} of them by their FP8 codes." if encoded else ".")
+        statuses = Counter(tensor.status for tensor in comparison.tensors)
+        words = [f"{n} of them by their FP8 codes"] if (n := statuses["encoded"]) else []
+        words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
+        return f"The same: {', '.join([f'all {count} tensors', *words])}."
     found = {f"{different} of {count} tensors": different, f"{settings} settings": settings, "FP8 state": states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 

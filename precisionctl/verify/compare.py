@@ -6,7 +6,7 @@ memory does not grow with the model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,13 +25,14 @@ from precisionctl.verify.losses import Losses
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
 
-Status = Literal["exact", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
+Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it; `lost`:
-    it is that too, and does not stand for the values all the same (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other's values rounded to BF16. `encoded`: one side is exactly the
+    FP8 encoding of the other under the scale stored with it; `lost`: it is that too, and does not stand for the values
+    all the same (`verify/losses.py`).
 
     SQNR in dB (infinite without noise), the largest absolute error, and how many values differ (`differing`) are of B's
     values against A's; None where the two cannot be subtracted. `remark` tells what the codes have lost, where that is
@@ -50,7 +51,7 @@ class TensorComparison:
 
     @property
     def equal(self) -> bool:
-        return self.status in ("exact", "encoded")
+        return self.status in ("exact", "rounded", "encoded")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def compare(
     optimizers = both_optimizers(a, b)
     tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
     if not isinstance(optimizers, str):
-        tensors += _compare_tensors(*optimizers, on_bytes)
+        found_there = _compare_tensors(*optimizers, on_bytes)  # no command rounds an optimizer
+        tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found_there]
     encodings = weight_encodings(a), weight_encodings(b)
     sides = (
         FixedScales(tensors_of.reader, tensors_of.plan, coded, state or tensors_of.reader.fp8)
@@ -184,14 +186,14 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
     worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
-    if worst == "differs":
+    if worst in ("differs", "rounded"):
         return TensorComparison(name, worst, dtypes, *_error(_pieces(name, a, b)))
     assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
     losses, error = _losses(name, a, b)
     return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
 
-_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
+_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")
 
 
 def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
@@ -227,7 +229,23 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
     one_is_codes = (a.encoding is None) != (b.encoding is None)
+    if (
+        a.encoding is None
+        and b.encoding is None
+        and (_is_rounding(a.stored, b.stored) or _is_rounding(b.stored, a.stored))
+    ):
+        return "rounded"
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+
+
+def _is_rounding(stored: Tensor, of: Tensor) -> bool:
+    """Whether a tensor in BF16 has another's values rounded to it, and none of them became infinite by that."""
+    return (
+        stored.dtype == torch.bfloat16
+        and of.is_floating_point()
+        and torch.equal(stored.nan_to_num(), of.bfloat16().nan_to_num())
+        and torch.equal(stored.isfinite(), of.isfinite())
+    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed_files
 import pico
 import pytest
 import torch
@@ -18,7 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.commands.plan_command import plan_command
@@ -199,3 +203,40 @@ def test_what_a_rank_saved(tmp_path: Path) -> None:
         plan_command(Request(tmp_path, tmp_path.parent / "nowhere", "megatron"))
 
     check(rest, IN_PICKLES, write, read)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
+    made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
+    frozen = {"c.weight": torch.ones(3, dtype=torch.bfloat16)}
+    directory = deepspeed_files.save(tmp_path, made, stage, 2, frozen=frozen, shared={"d.weight": "a.weight"})
+
+    def read() -> None:
+        reader = DeepSpeedReader(tmp_path)
+        source: Any = WithOptimizer(reader)
+        for name in source.specs:
+            read_tensor(source, name)
+        _ = reader.iteration, reader.trainer_run
+
+    with deepspeed_files.classes():
+        for kind in ("model", "optim"):
+            path = max(directory.glob(f"*_{kind}_states.pt"))
+            saved = torch.load(path, weights_only=False)
+            saved.pop("ds_config", None)
+            check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), read)  # type: ignore[misc]
+            torch.save(saved, path)
+
+
+def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+    made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3)})
+    deepspeed_files.save_universal(tmp_path, made)
+
+    def read() -> None:
+        reader = DeepSpeedReader(tmp_path)
+        _ = [reader.chunks(name) for name in (*reader.specs, *reader.optimizer_specs)], reader.trainer_run
+
+    for name in ("a.weight/fp32.pt", "a.weight/exp_avg.pt", "a.weight/step.pt", "optimizer_state.pt"):
+        path = tmp_path / "zero" / name
+        saved = torch.load(path, weights_only=False)
+        check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), read)  # type: ignore[misc]
+        torch.save(saved, path)

@@ -10,7 +10,10 @@ from any_models import assert_as_tabled, check_there_and_back, export, untabled
 from conversions import run
 
 from precisionctl.checkpoints import huggingface
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
 from precisionctl.errors import PrecisionError
+from precisionctl.verify.engine_rules import check
 
 KINDS = (
     # text, dense
@@ -92,6 +95,19 @@ def test_transformers_computes_with_every_export_what_it_does_with_our_decoding_
         assert torch.equal(weights[name], tensor), name
     if kind not in NO_LOGITS:
         assert torch.equal(any_models.logits(coded), any_models.logits(decoded))
+
+
+TAKEN_APART = ("llama4", "llama4_text")
+"""Kinds whose experts transformers makes linears of, and does not load from one tensor."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("gpt_bigcode", *TAKEN_APART)])
+def test_transformers_finds_every_weight_of_every_export_in_compressed_tensors(tmp_path: Path, kind: str) -> None:
+    model = any_models.save(tmp_path / "source", kind)
+    export(tmp_path / "source", tmp_path / "fp8", "dynamic", "transformers")
+    found = check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers"))
+    assert not [finding for finding in found if finding.rule.fatal]
+    any_models.load_whole(type(model), tmp_path / "fp8")
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "mxfp8"])

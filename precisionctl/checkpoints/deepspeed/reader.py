@@ -5,7 +5,7 @@ What the model is says a config.json beside the checkpoint, as Hugging Face's Tr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from precisionctl.architectures.families import read_model
@@ -14,7 +14,7 @@ from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.deepspeed.states import SavedStates, has_model_states
 from precisionctl.checkpoints.deepspeed.universal import is_universal, read_universal
 from precisionctl.checkpoints.deepspeed.zero import read_zero
-from precisionctl.checkpoints.flat import FlatTensor
+from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
 from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings
@@ -77,13 +77,13 @@ class DeepSpeedReader:
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
         self._saved: SavedStates = (read_universal if universal else read_zero)(directory)
-        self._tensors = self._logical(self._saved.weights)
+        tensors = self._logical(self._saved.weights)
         for kind, moments in self._saved.moments.items():
-            self._tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
-        specs = {name: one.spec for name, one in self._tensors.items()}
+            tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
+        self._tensors = FlatTensors(tensors)
+        specs = self._tensors.specs
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
-        self._cached = lru_cache(maxsize=1 << 8)(lambda name: tuple(self._tensors[name].chunks()))
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
         """The tensors by name, one for each expert of a stack."""
@@ -147,7 +147,7 @@ class DeepSpeedReader:
         return self._saved.files
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._cached(name)
+        return self._tensors.chunks(name)
 
 
 CONTAINER = Container(

@@ -1,0 +1,95 @@
+"""The names that transformers gives a directory's modules in memory, by its own table of renamings.
+
+A list of modules that are not quantized is held against the names in memory. transformers renames what it reads by
+tables for model types and classes (its conversion_mapping.py, 5.23), which are looked up here without making a model.
+Those of a model's root are applied as they are. Those of a part hold within the module that the part is, which only a
+model tells; so they are tried behind the first words of a name, and give names that may be none.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+_DEEPEST = 3
+"""Words in front of which a part's names begin: `model.vision_tower.`."""
+
+
+def renamed(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+    """For each module the names that the tables of its model and the model's body make of it: itself where it is not
+    renamed, several where its rows are dealt out, none where it becomes a part of a tensor that is no linear's, as
+    experts do."""
+    table = _of_root(config)
+    return {module: _through(table, module) for module in sorted(modules)}
+
+
+def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+    """For each module all names that it may have: its own, those of `renamed`, and those that tables of parts give."""
+    parts = [table for part in _parts(config) if (table := _table(_of_body(part)))]
+    found = {}
+    for module, names in renamed(config, modules).items():
+        all_names = dict.fromkeys((module, *names))
+        for table in parts:
+            for name in tuple(all_names):
+                words = name.split(".")
+                for depth in range(min(_DEEPEST, len(words) - 1) + 1):
+                    prefix = "".join(f"{word}." for word in words[:depth])
+                    inner = _through(table, name.removeprefix(prefix))
+                    all_names |= dict.fromkeys(prefix + each for each in inner)
+        found[module] = list(all_names)
+    return found
+
+
+def _through(table: list[Any], module: str) -> list[str]:
+    """The modules whose weight a module's weight becomes: renamed by all that rename, then by the first that
+    converts."""
+    name = f"{module}.weight"
+    names = [name]
+    for transform in table:
+        name, matched = transform.rename_source_key(name)
+        if matched is not None:
+            first, *more = transform.target_patterns
+            names = [name, *(name.replace(first, target, 1) for target in more)]
+            if _converts(transform):
+                break
+    return [each.removesuffix(".weight") for each in names if each.endswith(".weight")]
+
+
+def _converts(transform: Any) -> bool:
+    return hasattr(transform, "operations")
+
+
+def _of_root(config: Mapping[str, Any]) -> list[Any]:
+    """The table of a model and, within it, of its body, which models of all heads have as `model`."""
+    named, classes = config.get("model_type"), config.get("architectures")
+    of_class = _table([each for each in classes if isinstance(each, str)] if isinstance(classes, list) else [])
+    root = of_class or _table([named] if isinstance(named, str) else [])
+    body = _table(_of_body(config) if of_class else _of_body(config)[:1])
+    for transform in body:
+        transform.scope_prefix, transform.base_model_prefix = "", "model"
+    return sorted([*root, *body], key=_converts)
+
+
+def _of_body(config: Mapping[str, Any]) -> list[str]:
+    """What the table of a body is found by: its class, else its model type."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return []
+    body = MODEL_MAPPING_NAMES.get(model_type, model_type)
+    return [body if isinstance(body, str) else body[0], model_type]
+
+
+def _table(identifiers: Iterable[str]) -> list[Any]:
+    """The renamings that transformers has for the first of these that it has any for."""
+    from transformers import conversion_mapping
+
+    table_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
+    return next((found for each in identifiers if (found := table_of(each))), [])
+
+
+def _parts(config: Mapping[str, Any], depth: int = 2) -> Iterator[Mapping[str, Any]]:
+    """The configs within a config."""
+    for key, value in config.items():
+        if depth and key.endswith("_config") and isinstance(value, Mapping):
+            yield value
+            yield from _parts(value, depth - 1)
