@@ -46,5 +46,6 @@ BRIDGE: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3-moe": {"mlp_only_layers": []},  # Bridge's table of this family has no dense layers
+    "glm4-moe": {"n_shared_experts": 1},  # nor has this one more than one shared expert
 }
 """Written by us, exported by Megatron-Bridge bit for bit, and read as Bridge saved it."""

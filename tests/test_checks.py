@@ -38,6 +38,13 @@ def test_names_that_differ_in_numbers_alone_share_a_line() -> None:
     ]
 
 
+def test_one_missing_name_is_enough() -> None:
+    with pytest.raises(MissingTensor, match=r"1 missing\n  missing     a\.$"):
+        check_names(["a"], [])
+    with pytest.raises(UnmappedTensor, match=r"2 unexpected\n  unexpected  mlp\.experts\.up\[\*\]  \(2\)"):
+        check_names([], ["mlp.experts.up[0]", "mlp.experts.up[1]"])
+
+
 def test_a_strangers_names_are_neither_many_nor_long() -> None:
     check_names([], [])
     names = [f"{chr(97 + number)}.0" for number in range(10)] + ["a.1", "j.1", "x" * 1000]
@@ -73,7 +80,7 @@ def row(model: ModelShape, name: str) -> Row:
 
 def test_rows_columns_and_experts_are_divided_each_by_its_own_ranks() -> None:
     model = pico.shape("mixtral")
-    dense = replace(pico.shape("llama-3"), hidden_size=64, ffn_hidden_size=96)
+    dense = replace(pico.shape("llama-3"), hidden_size=80, ffn_hidden_size=96)
     for name, whole, cut in (
         ("mlp.linear_fc1.weight", 32, 64),  # 96 rows of each of gate and up
         ("mlp.linear_fc2.weight", 32, 64),  # 96 columns

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
+from precisionctl.reports import inspect
 
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
 
@@ -184,8 +185,16 @@ def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> No
 
 def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Path) -> None:
     files.save(tmp_path / "run", files.states_of(weights_of(llama)), 3, 1)
+    reader = open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
-        open_checkpoint(tmp_path / "run")
+        _ = reader.model
+    described = inspect.describe(reader)
+    assert (described["container"], described["architecture"], described["optimizer"]["tensors"]) == (
+        "deepspeed",
+        None,
+        42,
+    )
+    inspect.tables(described)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +278,8 @@ def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path)
     reader = read(tmp_path / "run", llama)
     assert not reader.optimizer_specs
     assert_is(reader, {"fp32": states["fp32"]})
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=llama)
+    assert any("stays behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
 
 
 def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:

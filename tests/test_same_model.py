@@ -260,6 +260,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "mla": LATENT.mla,
         }.items()
     ),
+    (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),
+    (DENSE, {"rope_scaling": LONG | {"factor": 1.0}}),
     (NO_WINDOW, {"num_layers": 1}),
     (PARALLEL, {"shared_layernorm": True}),
     (NORMED, {"qk_layernorm_over_heads": True}),

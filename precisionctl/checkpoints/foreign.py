@@ -12,6 +12,7 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
@@ -113,13 +114,9 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
 def _of_a_family(reader: Reader) -> bool:
     """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in; towers may
     have any."""
-    if reader.layout != "hf" or not _says_its_model(reader):
+    if reader.layout != "hf" or not says_its_model(reader):
         return False
     return not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
-
-
-def _says_its_model(reader: Reader) -> bool:
-    return not _is_dcp(reader) or "config.json" in reader.companions.files
 
 
 def _common_wrapper(reader: Reader) -> str | None:
@@ -139,9 +136,7 @@ TENSORS = (
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
         f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
         lambda reader: (
-            _first(reader.specs, "tok_embeddings.weight".__eq__)
-            if _is_dcp(reader) and _says_its_model(reader)
-            else None
+            _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) and says_its_model(reader) else None
         ),
     ),
     Foreign(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
+from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
@@ -33,10 +33,8 @@ Description = Mapping[str, Any]
 
 def describe(reader: Reader) -> Description:
     """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
-    a PyTorch checkpoint that nothing says the model of."""
-    specs, model = reader.specs.values(), None
-    if not isinstance(reader, DcpModelReader) or reader.says_its_model:
-        model = reader.model
+    a trainer's checkpoint that nothing says the model of."""
+    specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
     nbytes = _bytes_by_dtype(reader)
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})

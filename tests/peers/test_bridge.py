@@ -48,6 +48,8 @@ def test_bridge_exports_what_we_wrote_bit_for_bit(through_bridge: Path, family: 
         if name in ("model.embed_tokens.weight", "lm_head.weight"):  # this version leaves the padding on
             assert not found[len(values) :].any()
             found = found[: len(values)]
+        if name.endswith("e_score_correction_bias"):  # FP32 in Megatron, and as released
+            values = values.float()
         assert found.dtype == values.dtype and torch.equal(found, values), name
 
 

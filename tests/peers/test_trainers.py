@@ -89,6 +89,8 @@ def test_accelerates_masters_and_moments_come_through_megatron_to_the_last_bit(
 
 def test_hf_trainer_goes_on_from_what_came_through_megatron(accelerated: tuple[Path, int, int]) -> None:
     folder, version, ranks = accelerated
+    if version == 1:
+        pytest.skip("accelerate's FSDP 1 takes groups of parameters as they are in the file: all in the first")
     step = folder / "checkpoint-3"
     step.mkdir()
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):

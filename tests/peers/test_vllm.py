@@ -29,22 +29,6 @@ from precisionctl.fp8.state import Fp8State
 from precisionctl.verify.engine_rules import check
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
-BUILD = (
-    "setuptools<81",
-    "setuptools_scm",
-    "setuptools-rust",
-    "wheel",
-    "ninja",
-    "cmake",
-    "packaging",
-    "jinja2",
-    "numpy",
-)
-VLLM = ("--no-build-isolation", "--no-binary=vllm", "--no-deps", "vllm==0.33.0")
-TOO_NEW = ("certifi",)
-"""What vLLM asks for in a version of the last days, which not every index has yet: nothing here goes by it."""
-WITHOUT_KERNELS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
-
 FAMILIES = (*matrix.FAMILIES, "llama-tied", "llama-all-biases", "mistral")
 WRITTEN = [(family, *spelling) for family in FAMILIES for spelling in matrix.SPELLINGS]
 
@@ -58,15 +42,7 @@ ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_sca
 
 @pytest.fixture(scope="module")
 def python():
-    torch_version = torch.__version__.partition("+")[0]
-    return environments.python_with(
-        "vllm",
-        (f"torch=={torch_version}", *BUILD),
-        VLLM,
-        environment=WITHOUT_KERNELS,
-        without_dependencies="vllm",
-        any_version=TOO_NEW,
-    )
+    return environments.vllm()
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,14 @@ sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are hal
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints import dcp, safetensors_file, torch_zip
     from precisionctl.checkpoints.adapter import lora_config
-    from precisionctl.checkpoints.base import read_tensor
+    from precisionctl.checkpoints.base import NO_HINTS, Companions, read_tensor
+    from precisionctl.checkpoints.dcp_model import DcpModelReader
+    from precisionctl.checkpoints.dcp_writer import DcpWriter
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
     from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+    from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
     from precisionctl.checkpoints.torch_zip import Span
+    from precisionctl.checkpoints.trainer_run import TrainerRun
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
@@ -181,6 +185,68 @@ def with_pickle(saved: bytes, pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def little_dcp(directory: Path) -> Path:
+    """A checkpoint of two weights with their moments; its `.metadata`."""
+    specs = {"a.weight": TensorSpec((4, 3), torch.float32), "b.experts.down_proj[0]": TensorSpec((2, 2), torch.float32)}
+    kinds = ("exp_avg", "exp_avg_sq")
+    specs |= {f"optimizer.state.{kind}.{name}": spec for kind in kinds for name, spec in specs.items()}
+    writer = DcpWriter(directory, specs, Companions(), {}, TrainerRun(3))
+    writer.lay_out()
+    writer.finish(None)
+    (directory / "config.json").unlink()
+    return directory / dcp.FILE
+
+
+class DcpModel:
+    """A model with its optimizer in a directory whose `.metadata` changes."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
+        self.file = os.open(little_dcp(self.directory), os.O_RDWR)
+
+    def __call__(self, data: bytes) -> None:
+        rewrite(self.file, data)
+        reader = DcpModelReader(self.directory, self.directory, dcp.read_index(self.directory), NO_HINTS)
+        source = WithOptimizer(reader)
+        for name in source.specs:
+            read_tensor(source, name)
+        _ = reader.iteration, reader.trainer_run
+
+
+def dcp_seeds() -> Iterator[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield little_dcp(Path(folder)).read_bytes()
+
+
+class Numbered:
+    """The pickle of an optimizer.pt changes."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm")) / "optimizer.pt"
+        self.saved = numbered_archive()
+
+    def __call__(self, data: bytes) -> None:
+        self.path.write_bytes(with_pickle(self.saved, data))
+        shapes = {"model.embed_tokens.weight": TensorSpec((4, 3), torch.float32)}
+        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), torch.float32)})
+        _ = [optimizer.chunks(name) for name in optimizer.specs], optimizer.run
+
+
+def numbered_archive() -> bytes:
+    parameters = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def numbered_seeds() -> Iterator[bytes]:
+    with zipfile.ZipFile(io.BytesIO(numbered_archive())) as archive:
+        yield archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
 class AdapterConfig:
     """What PEFT says of an adapter, in a directory of its own."""
 
@@ -246,6 +312,8 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Ite
     "safetensors": (Safetensors, safetensors_seeds),
     "adapter": (AdapterConfig, adapter_seeds),
     "deepspeed": (DeepSpeedStates, deepspeed_seeds),
+    "dcp": (DcpModel, dcp_seeds),
+    "numbered": (Numbered, numbered_seeds),
 }
 
 
@@ -260,7 +328,8 @@ def words(target: str) -> Iterator[bytes]:
         yield from (b'"%s"' % word.encode() for word in (*known, "LORA", "pissa", "q_proj"))
         yield from (b"{}", b"[]", b"null", b"true", b"1e400", b"NaN", b"-1", rb"\\d+", b"(a|b)", b".*")
         return
-    tables = {"metadata": dcp._ALLOWED, "deepspeed": torch_zip._SKELETON}
+    archives = dict.fromkeys(("deepspeed", "numbered"), torch_zip._SKELETON)
+    tables = {"metadata": dcp._ALLOWED, "dcp": dcp._ALLOWED, **archives}
     allowed = tables.get(target, te_pickle._IN_ARCHIVE)
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
         yield dumps(Global(*name))[2:-1]

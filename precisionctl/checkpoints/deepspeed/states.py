@@ -62,8 +62,8 @@ class SavedStates:
     """What a checkpoint holds, by the model's own names.
 
     `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
-    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `other_state`
-    are kinds of state that no Adam has.
+    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `unread`
+    says in words what else there is of an optimizer.
     """
 
     weights: Mapping[str, FlatTensor]
@@ -72,7 +72,7 @@ class SavedStates:
     moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
     updates: int | None = None
     groups: Sequence[Mapping[str, Any]] = ()
-    other_state: tuple[str, ...] = ()
+    unread: str = ""
 
 
 def read_states(path: Path) -> Mapping[str, Any]:

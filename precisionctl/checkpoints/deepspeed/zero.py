@@ -11,7 +11,7 @@ and model states, which name parameters and their shapes in the order in which t
 - ZeRO 3: `zero_pp_rank_R_mp_rank_00_model_states.pt`, whose `module` is empty. Each parameter is dealt out to all ranks
   (ceil(elements / ranks) for each, padded), and a rank's pieces stand one after the other. Frozen ones are dealt out in
   the same way in `frozen_param_fragments`.
-- Without ZeRO: `mp_rank_00_model_states.pt` alone.
+- Without ZeRO: `mp_rank_00_model_states.pt` alone, with an optimizer whose parameters have numbers and no names.
 """
 
 import math
@@ -82,7 +82,7 @@ def read_zero(directory: Path) -> SavedStates:
         found,
         _same_number(contents) if found else None,
         contents[0].groups,
-        contents[0].other_state,
+        contents[0].unread,
     )
 
 
@@ -112,9 +112,10 @@ class _RankStates:
             self._flat = {_PARAM: list(masters)}
             kinds = list(dict.fromkeys(key for state in self._states for key, one in state.items() if is_flat(one)))
             self.moments = [kind for kind in MOMENTS if kind in kinds]
-            self.other_state = tuple(str(kind)[:60] for kind in kinds if kind not in MOMENTS)
             if len(self.moments) < len(MOMENTS):
-                self.other_state, self.moments = (*self.moments, *self.other_state), []
+                self.moments = []
+            others = [kind for kind in kinds if kind not in self.moments]
+            self.unread = f"{shown(others)}, which AdamW has not" if others else ""
             self._flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
             for kind, parts in self._flat.items():
                 if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
@@ -216,7 +217,9 @@ def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None
         spec = flat.specs[name]
         rows = min(spec.rows, max(1, _COMPARED // spec.columns))
         if weights.specs[name].shape != spec.shape:
-            raise DamagedCheckpoint(f"`{name}` is {weights.specs[name].shape}, not {spec.shape}", where=states.path)
+            raise DamagedCheckpoint(
+                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
+            )
         weight = read_rows(weights, name, 0, rows)
         rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
         if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
@@ -232,4 +235,5 @@ def _without_zero(states: ModelStates) -> SavedStates:
     if any(name not in stored for name in states.shapes):
         what = "its parameters are in the optimizer's files (*_optim_states.pt), which are missing"
         raise DamagedCheckpoint(what, where=states.path, do="Copy the checkpoint again.")
-    return SavedStates(states.with_shared(stored), [states.path], states.global_steps)
+    unread = "its parameters have no names without ZeRO" if states.content.get("optimizer") else ""
+    return SavedStates(states.with_shared(stored), [states.path], states.global_steps, unread=unread)
