@@ -26,17 +26,18 @@ CORE: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
     "phi3": {},
     "gpt2": {},
+    "qwen3-5": {},
 }
 """Written for one and two ranks, loaded by megatron-core, which computes transformers' logits."""
 
-CORE_FIRST = ("dots1", "deepseek-v3", "ernie4-5", "smollm3")
+CORE_FIRST = ("dots1", "deepseek-v3", "ernie4-5", "smollm3", "qwen3-next")
 CORE_LATER = (
     *("qwen2-window", "qwen3-moe-scores-of-all", "deepseek-v2", "qwen2-moe", "smollm3-window", "seed-oss", "ministral"),
-    *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe"),
+    *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss", "qwen3-5-moe"),
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
-CORE_LOADS = ("granite", "granite-moe", "hunyuan")
+CORE_LOADS = ("granite", "granite-moe", "hunyuan", "ministral3")
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
 BRIDGE: dict[str, dict[str, Any]] = {

@@ -42,7 +42,9 @@ class WrapperNames:
     experts: Either | None = None
 
 
-EXPERTS_AS_IN_OUT = Either(tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED)
+EXPERTS_AS_IN_OUT = Either(
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED, in_memory=True
+)
 """Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
 reads both, as it has them in memory."""
 
