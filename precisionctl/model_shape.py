@@ -98,6 +98,27 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
+    of the text model's `model.` and `lm_head.`. All its other tensors are towers."""
+
+    model_type: str
+    body: str
+    head: str
+
+    def is_text(self, name: str) -> bool:
+        """Whether a tensor of this Hugging Face name is the text model's."""
+        return name.startswith((self.body, self.head))
+
+    def name_of(self, name: str) -> str:
+        """The name in the wrapper of what the text model alone calls so."""
+        for alone, here in (("model.", self.body), ("lm_head.", self.head)):
+            if name.startswith(alone):
+                return here + name.removeprefix(alone)
+        return name
+
+
+@dataclass(frozen=True)
 class GatedDeltaNet:
     """Layers with a gated delta net in the place of attention (arXiv 2412.06464); fields are Megatron's `--linear-*`.
 
@@ -202,6 +223,8 @@ class ModelShape:
     multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
     `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
     added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
+
+    With a `wrapper` this is the text model in it.
     """
 
     architecture: str
@@ -261,6 +284,7 @@ class ModelShape:
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
     mtp_num_layers: int = 0
+    wrapper: Wrapper | None = None
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
@@ -287,6 +311,11 @@ class ModelShape:
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
+
+    @property
+    def model_type(self) -> str:
+        """What config.json calls it: a wrapper by its own name."""
+        return self.wrapper.model_type if self.wrapper else self.architecture
 
     @property
     def rotary_size(self) -> int:
@@ -482,7 +511,7 @@ class UntabledModel(ModelShape):
     how to get a table: so what needs one is refused by name, wherever it begins."""
 
     def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
-        vars(self).update(architecture=architecture, config=config, why=why)
+        vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _UNKNOWN:
@@ -500,10 +529,10 @@ class UntabledModel(ModelShape):
         return {}
 
 
-_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture"}
+_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture", "wrapper"}
 
 STORED = (
-    *("architecture", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""

@@ -181,7 +181,7 @@ def flip_a_bit(directory: Path, name: str) -> None:
     chunk.place.write_bytes(data)
 
 
-def untabled(config: Any, where: object = "") -> UntabledModel:
+def untabled(config: Any, where: object = "", stored: Any = ()) -> UntabledModel:
     """A model whatever its family, as one that no table describes."""
     return UntabledModel(config["model_type"], config, UnknownArchitecture("read off, for this test"))
 

@@ -242,9 +242,11 @@ def test_a_name_that_is_part_of_another_ignores_that_one_alone(tmp_path: Path) -
 
 
 def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
-    tmp_path: Path, wrapper: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface, "read_model", read_model)
+    wrapper = tmp_path / "wrapper"
+    any_models.save(wrapper, "paligemma")
     refused = [
         Request(wrapper, tmp_path / "out", "megatron"),
         Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", kv_cache="fp8"),
@@ -254,9 +256,9 @@ def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
         ),
     ]
     for request in refused:
-        with pytest.raises(UnknownArchitecture, match=r"`gemma3`.*text model is a gemma3_text.*A table is one file"):
+        with pytest.raises(UnknownArchitecture, match=r"`paligemma`.*text model is a gemma, .*A table is one file"):
             plan_command(request)
-    with pytest.raises(UnknownArchitecture, match="`gemma3`"):
+    with pytest.raises(UnknownArchitecture, match="`paligemma`"):
         make_plan(open_checkpoint(wrapper), "megatron")
     with pytest.raises(PrecisionError, match="no weight is left"):
         plan_command(Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", exclude=("language_model.*",)))

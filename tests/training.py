@@ -41,7 +41,12 @@ PLAIN_RECIPES = ("bf16", "fp8-block", "fp8-current", "fp8-delayed", "mxfp8", "sf
 def make_source(folder: Path, **settings: Any) -> Path:
     """A Hugging Face directory."""
     model = save_pico(folder, vocab_size=80, **settings)
-    if model.config.model_type == "qwen2":  # transformers makes its tokenizer one of its own kind, which knows no words
+    return add_tokenizer(folder, model.config.model_type)
+
+
+def add_tokenizer(folder: Path, model_type: str = "") -> Path:
+    """Add a tokenizer of 65 words to a directory."""
+    if model_type == "qwen2":  # transformers makes its tokenizer one of its own kind, which knows no words
         characters = ["<eos>", "\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
         words = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, []))
     else:

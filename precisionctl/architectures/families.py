@@ -1,7 +1,7 @@
 """Find a model's family: by the `model_type` of a config.json, or by what Megatron's arguments describe."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,15 @@ from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
+from precisionctl.architectures.wrappers import (
+    can_be_wrapped,
+    in_directory,
+    is_wrapper,
+    may_be_tied,
+    text_config,
+    wrapped,
+    wrapper_of,
+)
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
 from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, ModelShape, MoE, UntabledModel
@@ -42,15 +51,20 @@ def _known() -> str:
 
 
 def table_of(model: ModelShape) -> Architecture:
-    """The table of a model: its family's, or, of an UntabledModel, the one that is read off its directory."""
-    return READ_OFF if isinstance(model, UntabledModel) else architecture_of(model.architecture)
+    """The table of a model: its family's, in a wrapper with towers; or, of an UntabledModel, the one that is read off
+    its directory."""
+    if isinstance(model, UntabledModel):
+        return READ_OFF
+    family = architecture_of(model.architecture)
+    return wrapped(family, model.wrapper) if model.wrapper else family
 
 
-def read_model(config: Config, where: object = "config.json") -> ModelShape:
-    """The model that a config.json describes; where no table here has it, an UntabledModel. Raises DamagedCheckpoint as
-    `from_hf_config` does."""
+def read_model(config: Config, where: object = "config.json", stored: Collection[str] = ()) -> ModelShape:
+    """The model that a config.json describes, in a directory with tensors of these names; where no table here has it,
+    an UntabledModel. Raises DamagedCheckpoint as `from_hf_config` does."""
     try:
-        return from_hf_config(config, where)
+        model = from_hf_config(config, where)
+        return in_directory(model, config, stored) if model.wrapper else model
     except UnknownArchitecture as why:
         text = config.get("text_config")
         if isinstance(text, Mapping) and text.get("model_type") in supported():
@@ -62,14 +76,16 @@ def read_model(config: Config, where: object = "config.json") -> ModelShape:
 def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     """Read a config.json of transformers 4 or 5.
 
-    Raises DamagedCheckpoint where a key is missing or not of its kind, and UnknownArchitecture for a family or a
-    setting that no table here has.
+    Of a wrapper it is the text model. Raises DamagedCheckpoint where a key is missing or not of its kind, and
+    UnknownArchitecture for a family or a setting that no table here has.
     """
     if "model_type" not in config:
         raise DamagedCheckpoint("no `model_type`", where=where, do="Is the file whole?")
     model_type = config["model_type"]
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
+    if is_wrapper(config):
+        return _in_wrapper(config, where)
     fields: dict[str, Any] = {"architecture": model_type}
     try:
         with at(where):
@@ -78,6 +94,18 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
             return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+def _in_wrapper(config: Config, where: object) -> ModelShape:
+    """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
+    than wrappers change."""
+    wrapper, text = wrapper_of(config), text_config(config, where)
+    family = supported().get(text["model_type"])
+    if family is None or not can_be_wrapped(family):
+        what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
+        raise UnknownArchitecture(what, where=where, do=_known())
+    model = from_hf_config(text, where)
+    return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
 
 def _shape(fields: dict[str, Any]) -> ModelShape:

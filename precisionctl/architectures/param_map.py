@@ -16,7 +16,7 @@ from torch import Tensor
 from precisionctl.architectures.config_keys import Entry
 from precisionctl.architectures.rearrange import SAME, Rearrangement
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import REPLICATED, Layout, Parallel
+from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 
 Place = Mapping[str, int]
 """The numbers for a row's placeholders."""
@@ -159,9 +159,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
-    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is written only where
-    weights become the codes again that they were. The second may be what transformers' class has `in_memory`."""
+    """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
+    Read is the one that is stored. Written is the first; but from Hugging Face to Hugging Face the stored one again,
+    unless the second is `only_read`: that is written only where weights become the codes again that they were. The
+    second may be what transformers' class has `in_memory`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
@@ -200,7 +201,7 @@ class Architecture:
 
     def spelled(
         self,
-        stored: Mapping[str, object],
+        stored: Mapping[str, TensorSpec],
         model: ModelShape,
         respelled: bool = False,
         wanted: Collection[str] = (),
@@ -216,7 +217,7 @@ class Architecture:
             elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.in_memory):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
-            elif not _any_stored(row.second, stored, model):
+            elif not _is_stored(row, stored, model):
                 rows += row.first
             elif respelled or row.only_read:
                 found = {second.megatron: second for second in row.second}
@@ -229,6 +230,22 @@ class Architecture:
 def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape) -> bool:
     places = ((row, next(iter(row.places(model)), None)) for row in rows)
     return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
+
+
+def _is_stored(either: Either, stored: Mapping[str, TensorSpec], model: ModelShape) -> bool:
+    """Whether the second spelling is the stored one."""
+    if {row.hf for row in either.first} != {row.hf for row in either.second}:
+        return _any_stored(either.second, stored, model)
+    places = ((row, next(iter(row.places(model)), None)) for row in either.second)
+    shapes = {
+        name: shape
+        for row, place in places
+        if place is not None
+        for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
+    }
+    return any(name in stored for name in shapes) and all(
+        stored[name].shape == shape for name, shape in shapes.items() if name in stored
+    )
 
 
 def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:

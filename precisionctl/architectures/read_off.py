@@ -53,7 +53,7 @@ class TensorRow(Row):
 class ReadOff(Architecture):
     """The table of no family: its rows are the tensors that there are."""
 
-    def spelled(  # type: ignore[override]
+    def spelled(
         self,
         stored: Mapping[str, TensorSpec],
         model: ModelShape,

@@ -188,7 +188,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     )
     parameters = dict(model.named_parameters())
     # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
-    plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32)
+    plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32).text
     convert.run(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 

@@ -151,12 +151,14 @@ class Reader(Protocol):
 class Hints:
     """What the user says about a checkpoint that does not say it itself: its `family`, if it is Megatron's and there is
     no config.json; the directory of the same model, or of an adapter's base, that `--reference` names (`reference`),
-    and its `companions`; the order of columns in a grouped linear's FP8 state (`grouped_columns`)."""
+    its `companions` and, of a wrapper, its `towers`; the order of columns in a grouped linear's FP8 state
+    (`grouped_columns`)."""
 
     family: str | None = None
     companions: Companions | None = None
     grouped_columns: ColumnOrder | None = None
     reference: Path | None = None
+    towers: "Chunked | None" = None
 
 
 NO_HINTS = Hints()

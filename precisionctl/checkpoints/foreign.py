@@ -112,8 +112,11 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
 
 
 def _of_a_family(reader: Reader) -> bool:
-    """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
-    return reader.layout == "hf" and says_its_model(reader) and not isinstance(reader.model, UntabledModel)
+    """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in; towers may
+    have any."""
+    if reader.layout != "hf" or not says_its_model(reader):
+        return False
+    return not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
 
 
 def _common_wrapper(reader: Reader) -> str | None:

@@ -1,7 +1,6 @@
 """Hugging Face directories: files of weights (`huggingface_files.py`) beside config.json and a tokenizer."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,14 +12,19 @@ import torch
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
-from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
+from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name, unpacked
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.fused_experts import unpacked
+from precisionctl.checkpoints.huggingface_files import (
+    MAX_SHARD_SIZE,
+    SAFETENSORS,
+    WeightFileFormat,
+    WeightFiles,
+    spelling_of,
+    stored_places,
+)
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
-from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
@@ -30,8 +34,6 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, cache_scales, coded_weights
 from precisionctl.untrusted.safe_files import has_file, read_file
-
-MAX_SHARD_SIZE = 5_000_000_000
 
 
 def recognise(path: Path) -> bool:
@@ -68,8 +70,7 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        self.model: ModelShape = read_model(self.config, path / "config.json")
-        places = unpacked(self._places())
+        places = unpacked(stored_places(path, self._spelling))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         coded = coded_weights(self.config, stored, path / "config.json")
         for name, weight in coded.items():  # codes of four bits, under the name that the weight has
@@ -80,6 +81,7 @@ class HuggingFaceReader:
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
+        self.model: ModelShape = read_model(self.config, path / "config.json", self.specs)
         if self.config.get("quantization_config"):
             _check_packed(self.specs, path)
 
@@ -90,17 +92,6 @@ class HuggingFaceReader:
     @property
     def own_companions(self) -> Companions:
         return self.companions
-
-    def _places(self) -> dict[str, tuple[Path, StoredTensor]]:
-        found: dict[str, tuple[Path, StoredTensor]] = {}
-        for file, tensors in read_stored(self.path, self._spelling).items():
-            for name, stored in sliced(tensors, file).items():
-                if name in found:
-                    raise DamagedCheckpoint(
-                        f"`{name}` is in {found[name][0].name} too", where=file, do="Download the directory again."
-                    )
-                found[name] = (file, stored)
-        return found
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -199,40 +190,14 @@ class HuggingFaceWriter:
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @cached_property
-    def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
-        shards = split_shards(
-            stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
-        )
-        count = len(shards)
-        return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
-
-    @cached_property
-    def _places(self) -> dict[str, Chunk]:
-        starts = {
-            name: (file, offset)
-            for file, shard in self._shards.items()
-            for name, offset in self.spelling.lay_out(shard).offsets.items()
-        }
-        places = {}
-        for name, spec in self.specs.items():
-            stored, index = stored_name(in_words(name, spec)[0])
-            file, offset = starts[stored]
-            places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
-        return places
+    def _files(self) -> WeightFiles:
+        return WeightFiles(self.directory, self.specs, self.max_shard_size, self.spelling)
 
     def lay_out(self) -> None:
-        for file, shard in self._shards.items():
-            layout = self.spelling.lay_out(shard)
-            handle = open_weights(file)
-            try:
-                for start, piece in layout.pieces:
-                    os.pwrite(handle, piece, start)
-                os.ftruncate(handle, layout.length)
-            finally:
-                os.close(handle)
+        self._files.lay_out()
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return [self._places[name]]
+        return self._files.chunks(name)
 
     def finish(self, fp8: Fp8States | None) -> None:
         for name, data in {**self.companions.files, **self.extra_files}.items():
@@ -242,8 +207,7 @@ class HuggingFaceWriter:
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
         (self.directory / "config.json").write_bytes(to_json(config))
-        if len(self._shards) > 1:
-            (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
+        self._files.write_index()
         if fp8 is not None:
             sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
 

@@ -1,16 +1,29 @@
 """The weight files of a Hugging Face directory: safetensors or torch.save's `.bin`, one file or shards and an index."""
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
+from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header
+from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
+from precisionctl.checkpoints.output import open_weights
+from precisionctl.checkpoints.safetensors_file import (
+    LONGEST_NAME,
+    StoredTensor,
+    make_header,
+    read_header,
+    split_shards,
+)
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
+
+MAX_SHARD_SIZE = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,20 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
     return found
 
 
+def stored_places(directory: Path, spelling: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:
+    """The logical tensors of a directory, by name, with the file that each is in. Raises as `read_stored` and `sliced`,
+    and DamagedCheckpoint for a name that two files have."""
+    found: dict[str, tuple[Path, StoredTensor]] = {}
+    for file, tensors in read_stored(directory, spelling).items():
+        for name, stored in sliced(tensors, file).items():
+            if name in found:
+                raise DamagedCheckpoint(
+                    f"`{name}` is in {found[name][0].name} too", where=file, do="Download the directory again."
+                )
+            found[name] = (file, stored)
+    return found
+
+
 def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:
     """Tensor name to file, from the index; empty without one."""
     index, single = directory / spelling.index, directory / spelling.single
@@ -138,9 +165,58 @@ def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:
     return {name: files[file] for name, file in weight_map.items()}
 
 
-def index_of(shards: Mapping[Path, Mapping[str, TensorSpec]]) -> bytes:
-    """The index of these files, as JSON."""
-    total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
-    weight_map = {name: file.name for file, shard in shards.items() for name in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of a directory that is being written: of tensors `specs`, by logical name."""
+
+    directory: Path
+    specs: Mapping[str, TensorSpec]
+    max_shard_size: int = MAX_SHARD_SIZE
+    spelling: WeightFileFormat = SAFETENSORS
+
+    @cached_property
+    def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
+        shards = split_shards(
+            stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
+        )
+        count = len(shards)
+        return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
+
+    @cached_property
+    def _places(self) -> dict[str, Chunk]:
+        starts = {
+            name: (file, offset)
+            for file, shard in self._shards.items()
+            for name, offset in self.spelling.lay_out(shard).offsets.items()
+        }
+        places = {}
+        for name, spec in self.specs.items():
+            stored, index = stored_name(in_words(name, spec)[0])
+            file, offset = starts[stored]
+            places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
+        return places
+
+    def lay_out(self) -> None:
+        """Create every file at its final size, with everything but the tensors' bytes. Tensors in existing files are
+        not changed."""
+        for file, shard in self._shards.items():
+            layout = self.spelling.lay_out(shard)
+            handle = open_weights(file)
+            try:
+                for start, piece in layout.pieces:
+                    os.pwrite(handle, piece, start)
+                os.ftruncate(handle, layout.length)
+            finally:
+                os.close(handle)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [self._places[name]]
+
+    def write_index(self) -> None:
+        """Write which tensor is in which file, where there are several."""
+        if len(self._shards) > 1:
+            total = sum(spec.nbytes for shard in self._shards.values() for spec in shard.values())
+            weight_map = {name: file.name for file, shard in self._shards.items() for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            content = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+            (self.directory / self.spelling.index).write_bytes(content)

@@ -14,7 +14,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout
+from precisionctl.param import Layout, TensorSpec
 
 
 class TrainerDirectory:
@@ -23,6 +23,7 @@ class TrainerDirectory:
 
     layout: Layout = "hf"
     encodings: Mapping[str, Encoding] = {}
+    specs: Mapping[str, TensorSpec] = {}
 
     def __init__(self, path: Path, hints: Hints, what: str, *beside: Path) -> None:
         self.path = path
@@ -49,7 +50,7 @@ class TrainerDirectory:
                 "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
             )
         path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path)
+        return read_model(parse_json(self.companions.files["config.json"], path), path, self.specs)
 
     @cached_property
     def fp8(self) -> Fp8States | None:

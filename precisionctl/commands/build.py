@@ -16,6 +16,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, of_megatron, trainer_run_of
 from precisionctl.checkpoints.megatron.keys import directory_name
+from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -100,7 +101,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
-    config = {} if isinstance(plan.model, UntabledModel) else to_hf_config(plan.model, config_dtype(plan.targets))
+    config = _config(plan)
     if request.container == DCP:
         return DcpWriter(output.partial, plan.targets, companions, config, _trainer_run(source))
     if request.container == DEEPSPEED:
@@ -126,13 +127,21 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             lacks=result.lacks,
         )
     make = LegacyWriter if request.container == "torch" else TorchDistWriter
-    return make(
+    writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,
-        plan.targets,
+        plan.text.targets,
         parallelism=plan.parallelism,
         run=result.run,
         companions=companions,
         fp8_in="extra_state" if result.live else "sidecar",
         te=request.te_version,
     )
+    return WithTowers(writer, plan.towers.targets, request.max_shard_size) if plan.model.wrapper else writer
+
+
+def _config(plan: Plan) -> Mapping[str, Any]:
+    """A config.json for a model that has none: none for a wrapper, or a model without a table, which always have."""
+    if isinstance(plan.model, UntabledModel) or plan.model.wrapper:
+        return {}
+    return to_hf_config(plan.model, config_dtype(plan.targets))

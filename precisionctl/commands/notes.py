@@ -145,6 +145,18 @@ def companion_notes(reader: Reader) -> Iterator[str]:
         )
 
 
+def tower_notes(plan: Plan) -> Iterator[str]:
+    """A note that a wrapper's towers go to a Megatron checkpoint beside its text model, which Megatron alone reads."""
+    if (wrapper := plan.model.wrapper) is None:
+        return
+    towers = plan.towers
+    yield (
+        f"Megatron has the text model of this {wrapper.model_type}; its towers, {len(towers.targets)} tensors, "
+        f"{towers.nbytes / 1e9:.3g} GB, are kept beside it as they are. A checkpoint that Megatron saves later has "
+        "none of them: give this one as its --reference on the way to Hugging Face."
+    )
+
+
 def missing_notes(reader: Reader) -> Iterator[str]:
     """A note on files that a complete directory has and the source, and so the result, does not."""
     files = reader.companions.files

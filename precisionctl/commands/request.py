@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
+from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import torch
 
+from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.huggingface_files import spelling_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, Request
@@ -118,7 +121,8 @@ def open_hinted(
     """A Reader, opened with what the user says of the checkpoint: fields of a Request. Raises RecipeError for hints
     that contradict it or are not needed, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
-    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference))
+    towers = _towers_of(reference, companions) if reference and companions else None
+    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     if architecture is None and reference is None:
@@ -147,3 +151,10 @@ def _companions_of(reference: Path) -> Companions:
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")
     return companions
+
+
+def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
+    """The towers of a reference that is a wrapper; None for others, of which no weights are read."""
+    config = parse_json(companions.files["config.json"], reference / "config.json")
+    has_weights = not (reference / "config.json").is_file() or spelling_of(reference) is not None
+    return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -21,7 +21,7 @@ from precisionctl.commands.notes import (
 )
 from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
-from precisionctl.errors import MissingFp8State
+from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes
 from precisionctl.export.model_card import Card, beside
@@ -39,6 +39,11 @@ def with_te_state(request: Request, source: Source) -> Result:
     GEMM takes.
     """
     reader, recorded = source.reader, source.known.current
+    if wrapper := source.plan.model.wrapper:
+        raise PrecisionError(
+            f"`load_te` makes text models, and this is a `{wrapper.model_type}` around one",
+            do="Export it for an engine, or `resume` from the run itself.",
+        )
     states = _of_gemms(request, source)
     notes = [
         *source.known.notes,

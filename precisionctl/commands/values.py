@@ -20,6 +20,7 @@ from precisionctl.commands.notes import (
     payload_notes,
     stage_notes,
     state_notes,
+    tower_notes,
 )
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
@@ -62,6 +63,8 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from adapter_notes(reader)
     yield from decoded_base_notes(reader)
     yield from companion_notes(reader)
+    if request.to == "megatron":
+        yield from tower_notes(plan)
     if of_megatron(reader):
         yield from padding_notes(reader.model, plan.model)
     if request.to == "megatron":

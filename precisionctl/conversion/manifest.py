@@ -33,7 +33,7 @@ def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapp
     """
     source = {
         "container": reader.container,
-        "architecture": reader.model.architecture,
+        "architecture": reader.model.model_type,
         "iteration": reader.iteration,
         "fingerprint": fingerprint(reader),
         "files": {_within(file, reader.path): file.stat().st_size for file in reader.files},

@@ -28,8 +28,9 @@ _ROWS = 4
 
 
 def digest_weights(reader: Reader) -> str:
-    """The digest of an open checkpoint's weights: SHA-256 in hexadecimal. Raises as `plan_weights` and `read_rows`."""
-    return _digest(plan_weights(reader), reader)
+    """The digest of an open checkpoint's weights, of a wrapper those of its text model: SHA-256 in hexadecimal. Raises
+    as `plan_weights` and `read_rows`."""
+    return _digest(plan_weights(reader).text, reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:

@@ -60,7 +60,7 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 
     A `plain` model computes with the values, codes decoded, in the dtype of the values that are not codes."""
     dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
-    plan = make_plan(reader, "megatron", dtype=dtype)
+    plan = make_plan(reader, "megatron", dtype=dtype).text
     states = None if plain else _state_of_next_step(reader)
     precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
     model = GPT(plan.model, precision, "emulated", dtype, device)

@@ -76,7 +76,7 @@ class Card:
         size = sum(file.stat().st_size for file in reader.files) / 1e9
         when = "" if reader.iteration is None else f", iteration {reader.iteration}"
         torch_version = torch.__version__.partition("+")[0]
-        what = f"A `{_plain(reader.model.architecture)}` in {self.codes}, for {self.title}."
+        what = f"A `{_plain(reader.model.model_type)}` in {self.codes}, for {self.title}."
         yield f"{what} In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())

@@ -13,6 +13,7 @@ import torch
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.errors import MissingTensor, at
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
@@ -59,8 +60,12 @@ def make_plan(
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        names_there = source.specs if source.layout == "hf" else {}
-        rows = architecture.spelled(names_there, source.model, respelled, wanted, in_memory=state_dict)
+        rows = architecture.spelled(_hf_specs(source), source.model, respelled, wanted, in_memory=state_dict)
+        if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
+            raise MissingTensor(
+                f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
+                do="Give the directory that has them with --reference.",
+            )
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         if target == "megatron":
@@ -89,7 +94,9 @@ def make_plan(
             for job in row_jobs:
                 targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
         if optimizer and isinstance(source, OptimizerSource):
-            of_parameters = tuple(optimizer_jobs(jobs, source, target, masters=not state_dict))
+            # Megatron has no place for what trained a wrapper's towers
+            trained = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
+            of_parameters = tuple(optimizer_jobs(trained, source, target, masters=not state_dict))
             jobs = [job for row_jobs in by_row.values() for job in row_jobs]
             for job in of_parameters:
                 jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
@@ -106,6 +113,14 @@ def plan_weights(source: PlanSource) -> Plan:
     """The plan by which weights are measured and their digest is taken: to Megatron's layout, or to Hugging Face's for
     a model without a table, which has no other. Raises the errors of make_plan."""
     return make_plan(source, "hf" if isinstance(source.model, UntabledModel) else "megatron")
+
+
+def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
+    """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
+    wrapper's towers."""
+    if source.layout == "hf":
+        return source.specs
+    return {name.removeprefix(TOWERS): spec for name, spec in source.specs.items() if name.startswith(TOWERS)}
 
 
 def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:

@@ -11,11 +11,12 @@ import json
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from precisionctl.architectures.param_map import Row
+from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.model_shape import ModelShape
@@ -120,6 +121,21 @@ class Plan:
     def codes(self) -> list[str]:
         """The weights that become codes."""
         return [name for job in self.jobs if job.encode for name in job.encode.weights]
+
+    @property
+    def text(self) -> "Plan":
+        """The same without a wrapper's towers, which nothing here computes."""
+        return self if self.model.wrapper is None else self._only(of_towers=False)
+
+    @property
+    def towers(self) -> "Plan":
+        """The part of a wrapper's plan that is of towers."""
+        assert self.model.wrapper is not None, "a text model has none"
+        return self._only(of_towers=True)
+
+    def _only(self, *, of_towers: bool) -> "Plan":
+        jobs = tuple(job for job in self.jobs if job.name.startswith(TOWERS) == of_towers)
+        return replace(self, jobs=jobs, targets={name: self.targets[name] for job in jobs for name in job.outputs})
 
     def job_bytes(self, job: Job) -> int:
         """Bytes that a job writes, its scales included."""

@@ -79,7 +79,7 @@ def _coalesce(numbers: Tensor, write: str, reads: Sequence[str], starts: Sequenc
     step = numbers.diff()
     zeros = (numbers[1:] == 0) & (numbers[:-1] == 0)
     breaks = torch.nonzero((step != 1) & ~zeros).flatten() + 1
-    edges = [0, *breaks.tolist(), len(numbers)]
+    edges = [0, *breaks.tolist(), len(numbers)] if len(numbers) else []
     segments = []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         first = int(numbers[begin])

@@ -12,6 +12,7 @@ from torch import Tensor
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import is_of_weights
@@ -42,18 +43,34 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
-        "architecture": model.architecture if model else None,
+        "architecture": model.model_type if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
         "tensors": len(reader.specs),
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
+        "parts": _parts(reader) if model and model.wrapper else None,
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": model.described() if model else None,
         "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
+    }
+
+
+def _parts(reader: Reader) -> dict[str, dict[str, int]]:
+    """How much of a wrapper is its text model, and how much its towers."""
+    towers = tower_names(reader).values()
+    parts = {"text": [name for name in reader.specs if name not in towers], "towers": towers}
+    specs = {part: [reader.specs[name] for name in names] for part, names in parts.items()}
+    return {
+        part: {
+            "tensors": len(those),
+            "parameters": sum(spec.rows * spec.columns for spec in those),
+            "bytes": sum(spec.nbytes for spec in those),
+        }
+        for part, those in specs.items()
     }
 
 
@@ -187,6 +204,7 @@ def summary(description: Description) -> Table:
         ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
+        *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
@@ -198,6 +216,17 @@ def summary(description: Description) -> Table:
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _part_rows(description: Description) -> list[tuple[str, str]]:
+    """What of a wrapper is text, and what is not."""
+    if not (parts := description["parts"]):
+        return []
+    titles = {"text": f"text model, {description['model']['architecture']}", "towers": "towers, as they are"}
+    return [
+        (titles[part], f"{each['parameters']:,} in {each['tensors']} tensors, {size(each['bytes'])}")
+        for part, each in parts.items()
+    ]
 
 
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
         rows.append((kind, *counts, ", ".join(dtypes), nbytes))
     if len(by_kind) > _LINES:
         rows.append((f"... and {len(by_kind) - _LINES} more", "-", "-", "-", "-", "-"))
-    title = f"{plan.model.architecture}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
+    title = f"{plan.model.model_type}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
     time = "" if expected.seconds is None else f"{expected.seconds:.1f} s, by a short probe of this disk"
     cost = [
         ("tensors", f"{len(plan.targets)}"),

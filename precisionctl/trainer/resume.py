@@ -16,7 +16,6 @@ from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import outdated_words
 from precisionctl.errors import OutputError
-from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.recipe import Data, Recipe
@@ -182,7 +181,7 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
                     notes,
                 )
             )
-        saver = Saver(run, out, setup.identity, source.companions, fp8.carried, weight_encodings(source))
+        saver = Saver(run, out, setup.identity, source, fp8.carried)
         ended = train(run, log, saver, on_step, until)
     if isinstance(ended, Rollback):
         return replace(ended, back_to=saver.newest if saver.newest is not None else begun)

@@ -9,12 +9,14 @@ from typing import Any
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
-from precisionctl.checkpoints.base import Companions, Hints
+from precisionctl.architectures.wrappers import TOWERS, beside_towers
+from precisionctl.checkpoints.base import Chunked, Companions, Hints
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
+from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -53,6 +55,9 @@ def model_of(
     path = directory / COMPANIONS / "config.json"
     config = parse_json(companions.files["config.json"], path)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
+    if model.wrapper:
+        towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
+        model = beside_towers(model, towers, has_head="output_layer.weight" in specs)
     if not args:
         return model
     by_args = read_megatron_args(args, rows, directory)
@@ -113,6 +118,11 @@ class MegatronDirectory(ABC):
     def companions(self) -> Companions:
         """The companion files of the reference that the user named, else the checkpoint's own."""
         return self.hints.companions or self.own_companions
+
+    @cached_property
+    def towers(self) -> Chunked:
+        """A wrapper's towers, by their names in a plan: from where its companion files are."""
+        return self.hints.towers or stored_towers(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

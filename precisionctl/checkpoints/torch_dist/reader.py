@@ -37,6 +37,7 @@ from precisionctl.checkpoints.megatron.logical import (
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
+from precisionctl.checkpoints.megatron.towers import files_of, with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
@@ -102,7 +103,8 @@ class TorchDistReader(MegatronDirectory):
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
-        self.specs = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
+        text = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
+        self.specs = with_towers(text, self.towers, self.path)
         self.optimizer_specs = {name: spec for name, spec in specs.items() if of_optimizer(name)}
 
     @property
@@ -123,9 +125,12 @@ class TorchDistReader(MegatronDirectory):
     @property
     def files(self) -> Sequence[Path]:
         """The files that hold tensors."""
-        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
+        text = {part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts}
+        return sorted(text | files_of(self.towers))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
+        if name in self.towers.specs:
+            return self.towers.chunks(name)
         if name not in self._chunks:
             self._chunks[name] = chunks_of(name, self._tensors[name])
         return self._chunks[name]

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.megatron.towers import files_of, with_towers
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
@@ -87,14 +88,16 @@ class LegacyReader(MegatronDirectory):
         if self._tied and self.parallelism.pipeline > 1:
             _join_tied(self._shards, _OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
-        self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        text = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self.specs = with_towers(text, self.towers, self.path)
         self.encodings: Mapping[str, Encoding] = encodings_of(self._tensors, self._fp8)
 
     @property
     def files(self) -> Sequence[Path]:
         """The ranks' files, and those of their distributed optimizers."""
         beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
-        return [*(rank.path for rank in self._ranks), *(path for path in beside if has_file(path, self.path))]
+        there = [path for path in beside if has_file(path, self.path)]
+        return [*(rank.path for rank in self._ranks), *there, *sorted(files_of(self.towers))]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
@@ -214,6 +217,8 @@ class LegacyReader(MegatronDirectory):
         return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
 
     def chunks(self, name: str) -> Sequence[Chunk]:
+        if name in self.towers.specs:
+            return self.towers.chunks(name)
         if name not in self._chunks:
             tensor = self._tensors.get(name) or self._optimizer[name]
             if tensor.spec.nbytes <= SMALL or name == EMBEDDING:

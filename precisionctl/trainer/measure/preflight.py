@@ -185,8 +185,9 @@ class DiskSpace:
 
 def checkpoint_bytes(source: Reader) -> int:
     """The bytes of a checkpoint, with optimizer, of a run that starts from `source`."""
-    plan = with_optimizer(make_plan(source, "megatron", dtype=torch.bfloat16))
-    return sum(spec.nbytes for spec in plan.targets.values())
+    plan = make_plan(source, "megatron", dtype=torch.bfloat16)
+    towers = plan.towers.nbytes if plan.model.wrapper else 0
+    return with_optimizer(plan.text).nbytes + towers
 
 
 def disk_space(each: int, train: Train, out: Path) -> DiskSpace:

@@ -10,7 +10,8 @@ ANY = None
 """Every value that a ModelShape may have."""
 
 COMPUTED: Mapping[str, tuple[object, ...] | None] = {
-    **dict.fromkeys(("architecture", "make_vocab_size_divisible_by", "hf_zero_centered_gamma"), ANY),  # names, storage
+    **dict.fromkeys(("architecture", "wrapper"), ANY),  # names
+    **dict.fromkeys(("make_vocab_size_divisible_by", "hf_zero_centered_gamma"), ANY),  # storage
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size"), ANY),
     **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "max_position_embeddings"), ANY),
     **dict.fromkeys(

@@ -130,7 +130,7 @@ def _saved(source: Reader) -> Saved | None:
 
 def load_weights(source: Reader, run: Run) -> None:
     """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding."""
-    plan = make_plan(source, "megatron", dtype=torch.float32)
+    plan = make_plan(source, "megatron", dtype=torch.float32).text
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
     run.optimizer.publish()

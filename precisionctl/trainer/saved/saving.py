@@ -5,7 +5,7 @@ A save begins, writes and ends. Beginning and ending write a few small files and
 are written by a thread on each rank. With `train.async_save` that thread writes a copy while the run goes on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
+from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
-from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.checkpoints.output import Output, disk_problems, sync
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import KINDS, STATE
@@ -46,9 +47,10 @@ _POLL_SECONDS = 0.05
 
 
 class Saver:
-    """Saves a run as iterations in the folder `out`. `identity` says which run it is (`run_folder.identity`). The
-    `companions`, and the FP8 state in `sidecar_state` that the run does not use, are saved with it. `encodings` are
-    those of the source's weights, from which a weight that training did not change can become the same codes again.
+    """Saves a run as iterations in the folder `out`. `identity` says which run it is (`run_folder.identity`). What
+    belongs to the model and is not trained is saved with it: the companion files of the `source` and a wrapper's
+    towers, and the FP8 state in `sidecar_state` that the run does not use. With the encodings of the source's weights,
+    one that training did not change can become the same codes again.
 
     The bytes are the same for any number of ranks, with `async_save` or without. An iteration under its final name is
     complete. Raises DiskProblem.
@@ -59,12 +61,12 @@ class Saver:
         run: Run,
         out: Path,
         identity: Mapping[str, Any],
-        companions: Companions,
+        source: Reader,
         sidecar_state: Fp8States | None,
-        encodings: WeightEncodings | None = None,
     ) -> None:
         self._run, self._out, self._identity = run, out, identity
-        self._companions, self._sidecar_state, self._encodings = companions, sidecar_state, encodings
+        self._source, self._sidecar_state, self._encodings = source, sidecar_state, weight_encodings(source)
+        self._towers = make_plan(source, "megatron").towers if source.model.wrapper else None
         self._pending: PendingSave | None = None
         self.newest: int | None = None
         """The step of the last complete checkpoint of this Saver; None if there is none yet."""
@@ -76,9 +78,20 @@ class Saver:
         iteration = self._begin()
         in_background, live = self._run.recipe.train.async_save, _live_model(self._run)
         tensors = (Snapshot.of(live) if in_background else live) if self._run.world.writes else None
-        self._pending = PendingSave(iteration, tensors)
+        copy = self._copy_towers if self._towers and self._run.world.first else None
+        self._pending = PendingSave(iteration, tensors, copy)
         if not in_background:
             self.finish()
+
+    def _copy_towers(self, writer: Writer) -> None:
+        """Copy what the source has besides its text model, and sync it."""
+        assert self._towers is not None, "asked for where there are some"
+        worker = Worker(self._towers, self._source, writer)
+        for job in self._towers.jobs:
+            worker.do(job)
+        for file in {chunk.place for name in self._towers.targets for chunk in writer.chunks(name)}:
+            assert isinstance(file, Path), "the writer writes files"
+            sync(file)
 
     def poll(self) -> None:
         """End the pending save if all ranks have written it. Raises the error of a rank that failed."""
@@ -110,9 +123,12 @@ class Saver:
             if not isinstance(parameter, DTensor):  # FSDP's are FP32 in memory, but stored in the model's dtype
                 stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=parameter.dtype))
         plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
-        writer = TorchDistWriter(
-            output.partial, plan.model, plan.targets, run=_megatron_state(run), companions=self._companions
+        companions = self._source.companions
+        writer: Writer = TorchDistWriter(
+            output.partial, plan.model, plan.targets, run=_megatron_state(run), companions=companions
         )
+        if self._towers:
+            writer = WithTowers(writer, self._towers.targets)
         if run.world.first:
             guard = run.guard.saved_state if run.guard else None
             schedule = asdict(run.schedule) if run.schedule else None
@@ -149,7 +165,7 @@ class _Iteration:
     step: int
     plan: Plan
     output: Output
-    writer: TorchDistWriter
+    writer: Writer
     fp8: Fp8States | None
     collected: Fp8States | None
     carried: Fp8States | None
@@ -163,10 +179,16 @@ class _Iteration:
 
 
 class PendingSave:
-    """A save whose tensors are being written by a thread. `tensors` is None on a rank that writes none."""
+    """A save whose tensors are being written by a thread. `tensors` is None on a rank that writes none, and
+    `copy_towers` on one that copies none."""
 
-    def __init__(self, iteration: _Iteration, tensors: LiveModel | Snapshot | None) -> None:
-        self.iteration = iteration
+    def __init__(
+        self,
+        iteration: _Iteration,
+        tensors: LiveModel | Snapshot | None,
+        copy_towers: Callable[[Writer], None] | None,
+    ) -> None:
+        self.iteration, self._copy_towers = iteration, copy_towers
         self._error: BaseException | None = None
         self.thread = Thread(target=self._write, args=(tensors,), daemon=True)
         self.thread.start()
@@ -194,6 +216,8 @@ class PendingSave:
                 for job in self.iteration.plan.jobs:
                     worker.do(job)
                 mine.sync()
+                if self._copy_towers:
+                    self._copy_towers(self.iteration.writer)
         except BaseException as error:
             self._error = error
 

@@ -1,0 +1,241 @@
+"""Wrappers: models of images or sound whose text model belongs to a family that has a table.
+
+A wrapper is a line of `WRAPPERS`: what stands before the text model's names. Its table is its text family's under these
+names, and a row for each tensor that is not the text model's, a **tower**: tensors of what sees and hears, which no
+program here computes. They travel as they are.
+
+Traps: the same wrapper has older names in published files than in memory, where transformers has all text models at
+`model.language_model.`, and some programs save those. Whether the head is the embedding is said by the wrapper's
+config.json, in older ones by its `text_config`, and in some by neither.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.moe_rows import EXPERTS, FUSED
+from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.read_off import rows as rows_of
+from precisionctl.architectures.rearrange import Transposed
+from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape, Wrapper
+from precisionctl.param import TensorSpec
+
+TOWERS = "towers."
+"""What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""
+
+IN_MEMORY = "model.language_model.", "lm_head."
+"""Where transformers 5 has body and head of each wrapper's text model in memory; some programs save these names."""
+
+
+@dataclass(frozen=True)
+class WrapperNames:
+    """`body` and `head` of published files; the `model_type` of a text model whose config says none, with all that its
+    class takes for keys that are not there; whether config.json may have the text model's keys at its top, without a
+    `text_config` (`flat`); the rows of its experts where they are not its family's."""
+
+    body: str = "language_model.model."
+    head: str = "language_model.lm_head."
+    text: str = ""
+    flat: bool = False
+    experts: Either | None = None
+
+
+EXPERTS_AS_IN_OUT = Either(
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED, in_memory=True
+)
+"""Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
+reads both, as it has them in memory."""
+
+WRAPPERS: Mapping[str, WrapperNames] = {
+    **dict.fromkeys(("llava", "llava_next"), WrapperNames(text="llama")),
+    **dict.fromkeys(("llava_onevision", "internvl"), WrapperNames(text="qwen2")),
+    "mistral3": WrapperNames(text="mistral"),
+    "gemma3": WrapperNames(text="gemma3_text"),
+    "kimi_k25": WrapperNames(text="deepseek_v3"),
+    "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True),
+    "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True),
+    "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
+    "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
+}
+"""Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
+(`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A kind of text model: the family that it belongs to, and what its class takes for keys that are not there, where
+    that is not what the family does. `fixed` are keys that its class does not heed."""
+
+    family: str
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _sizes(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int, positions: int
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": positions,
+    }
+
+
+_NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
+TEXT_MODELS: Mapping[str, TextModel] = {
+    "llama": TextModel("llama", _sizes(32000, 4096, 11008, 32, 32, 32, 2048)),
+    "mistral": TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 8, 131072)),
+    "qwen2": TextModel("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
+    "gemma3_text": TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072) | {"head_dim": 256}),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"),
+        TextModel(
+            "qwen2",
+            _sizes(152064, 8192, 29568, 80, 64, 8, 32768)
+            | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+        ),
+    ),
+    "qwen3_vl_text": TextModel(
+        "qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"head_dim": 128, "rope_theta": 5e5}, _NO_WINDOW
+    ),
+    "qwen3_vl_moe_text": TextModel(
+        "qwen3_moe",
+        _sizes(151936, 2048, 5632, 24, 16, 16, 128000)
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
+        _NO_WINDOW | {"norm_topk_prob": True},
+    ),
+}
+"""Text models in wrappers whose config.json may leave out what a family's own always says, and those that have a
+`model_type` of their own."""
+
+
+def is_wrapper(config: Config) -> bool:
+    """Whether a config.json is a wrapper's."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] in WRAPPERS
+
+
+def text_config(config: Config, where: object) -> dict[str, Any]:
+    """The text model's part of a wrapper's config.json, as its family's own config.json would say it. Raises
+    UnknownArchitecture where there is none, and DamagedCheckpoint for anything but an object."""
+    kind = WRAPPERS[config["model_type"]]
+    text = config.get("text_config")
+    if text is None and kind.flat:
+        text = {key: value for key, value in config.items() if key != "model_type"}
+    if text is None:
+        raise UnknownArchitecture(f"a `{config['model_type']}` without a `text_config`", where=where)
+    if not isinstance(text, Mapping):
+        raise DamagedCheckpoint(f"`text_config` is {shown(text)}, not an object", where=where, do="Is the file whole?")
+    model_type = text.get("model_type", kind.text)
+    if not isinstance(model_type, str):
+        raise DamagedCheckpoint(f"model_type of `text_config` is {shown(model_type)}, not a name", where=where)
+    model = TEXT_MODELS.get(model_type)
+    if model is None:
+        return {**text, "model_type": model_type}
+    found = {**model.absent, **text, **model.fixed, "model_type": model.family}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = found.get(key)
+        if isinstance(rope, Mapping) and "mrope" in (rope.get("rope_type"), rope.get("type")):
+            found[key] = {**rope, "rope_type": "default"}
+    return found
+
+
+def wrapper_of(config: Config) -> Wrapper:
+    """The wrapper that a config.json describes, with the names of published files."""
+    kind = WRAPPERS[config["model_type"]]
+    return Wrapper(config["model_type"], kind.body, kind.head)
+
+
+def can_be_wrapped(family: Architecture) -> bool:
+    """Whether a family's tensors all have names that wrappers change."""
+    rows = [row for each in family.rows for row in ((each,) if isinstance(each, Row) else (*each.first, *each.second))]
+    return all(name.startswith(("model.", "lm_head.")) for row in rows for name in row.hf)
+
+
+def may_be_tied(config: Config) -> bool:
+    """Whether the head may be the embedding, which is then not stored: what neither a wrapper's config.json nor its
+    `text_config` says is told by the tensors."""
+    here, within = (part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
+    return bool(here or within or (here is None and within is None))
+
+
+def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> ModelShape:
+    """The text model by the names that a Hugging Face directory has for it. Raises UnknownArchitecture where they are
+    not those of a text model and towers."""
+    assert model.wrapper is not None, "a text model alone has its names from its family"
+    for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), IN_MEMORY)):
+        wrapper = replace(model.wrapper, body=body, head=head)
+        towers = [name for name in stored if not wrapper.is_text(name)]
+        if wrapper.name_of(_EMBEDDING) in stored and towers and _by_towers(model.wrapper, towers) == wrapper:
+            tied = config.get("tie_word_embeddings") is True or wrapper.name_of(_HEAD) not in stored
+            return replace(model, wrapper=wrapper, tied_embeddings=model.tied_embeddings and tied)
+    raise UnknownArchitecture(f"its tensors do not have the names of a `{model.wrapper.model_type}`")
+
+
+def beside_towers(model: ModelShape, towers: Collection[str], *, has_head: bool) -> ModelShape:
+    """The text model of a Megatron checkpoint, by the Hugging Face names that the wrapper's towers have."""
+    assert model.wrapper is not None, "only a wrapper has towers"
+    return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:
+    """The wrapper with the names that go with those of its towers, which in memory are within `model`, too."""
+    if any(name.startswith("model.") for name in towers):
+        return replace(published, body=IN_MEMORY[0], head=IN_MEMORY[1])
+    return published
+
+
+@dataclass(frozen=True)
+class WrappedArchitecture(Architecture):
+    """A family's table under the names that it has in a wrapper, and a row for each tower that there is."""
+
+    wrapper: Wrapper | None = None
+
+    def spelled(
+        self,
+        stored: Mapping[str, TensorSpec],
+        model: ModelShape,
+        respelled: bool = False,
+        wanted: Collection[str] = (),
+        in_memory: bool = False,
+    ) -> tuple[Row, ...]:
+        assert self.wrapper is not None, "made by `wrapped`"
+        if in_memory and self.wrapper.body != IN_MEMORY[0]:
+            raise MappingError(
+                f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
+                do="Let transformers read the directory and save its state dict.",
+            )
+        towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
+        rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
+        return (*super().spelled(stored, model, respelled, wanted, in_memory), *rows)
+
+
+def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
+    """A family's table as a wrapper has it. config.json is compared key by key, so no key is the table's."""
+
+    experts = WRAPPERS[wrapper.model_type].experts
+    rows = tuple(experts if experts and row in EXPERTS else row for row in family.rows)
+
+    def renamed(row: Row) -> Row:
+        return replace(row, names=tuple(map(wrapper.name_of, row.hf)))
+
+    def renamed_either(either: Either) -> Either:
+        return replace(either, first=tuple(map(renamed, either.first)), second=tuple(map(renamed, either.second)))
+
+    return WrappedArchitecture(
+        model_types=family.model_types,
+        rows=tuple(renamed(row) if isinstance(row, Row) else renamed_either(row) for row in rows),
+        config=(),
+        aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
+        derived=tuple(map(wrapper.name_of, family.derived)),
+        names_by=family.names_by,
+        wrapper=wrapper,
+    )

@@ -1,0 +1,94 @@
+"""A wrapper's towers in a Megatron checkpoint: safetensors files beside its config.json, where Megatron does not look,
+under their Hugging Face names. In a plan these begin with `towers.`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from precisionctl.architectures.wrappers import TOWERS
+from precisionctl.checkpoints.base import Chunk, Chunked, Reader, Writer
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.huggingface_files import (
+    MAX_SHARD_SIZE,
+    SAFETENSORS,
+    WeightFileFormat,
+    WeightFiles,
+    stored_places,
+)
+from precisionctl.checkpoints.megatron.keys import COMPANIONS
+from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import check_link
+
+FORMAT = WeightFileFormat("safetensors", "towers", SAFETENSORS.suffix, SAFETENSORS.read, SAFETENSORS.lay_out)
+
+
+def stored_towers(directory: Path) -> StoredTensors:
+    """The towers that are kept in an iteration's directory. Raises DamagedCheckpoint as `stored_places`."""
+    companions = directory / COMPANIONS
+    check_link(companions, directory)
+    places = stored_places(companions, FORMAT) if any(companions.glob(f"{FORMAT.stem}*{FORMAT.suffix}")) else {}
+    return StoredTensors({TOWERS + name: place for name, place in places.items()})
+
+
+def tower_names(reader: Reader) -> dict[str, str]:
+    """The names that a checkpoint's towers have there, by those that they have in a plan; none of a text model."""
+    if (wrapper := reader.model.wrapper) is None:
+        return {}
+    if reader.layout == "megatron":
+        return {name: name for name in reader.specs if name.startswith(TOWERS)}
+    return {TOWERS + name: name for name in reader.specs if not wrapper.is_text(name)}
+
+
+class TowersOf:
+    """The towers of another checkpoint, which `--reference` names, as a source. Raises RecipeError for codes, whose
+    scales are not among them."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._names = reader, tower_names(reader)
+        self.specs: Mapping[str, TensorSpec] = {name: reader.specs[there] for name, there in self._names.items()}
+        if coded := next((name for name in self._names.values() if name in reader.encodings), None):
+            raise RecipeError(
+                f"`{coded}` is codes, and only values are taken from a reference",
+                where=reader.path or "",
+                do="Decode it first with `convert --to hf --precision bf16`, and give that.",
+            )
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._reader.chunks(self._names[name])
+
+
+def with_towers(text: Mapping[str, TensorSpec], towers: Chunked, where: Path) -> dict[str, TensorSpec]:
+    """The tensors of a checkpoint, text model and towers. Raises DamagedCheckpoint for a name that both have."""
+    if twice := text.keys() & towers.specs.keys():
+        raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=where)
+    return {**text, **towers.specs}
+
+
+def files_of(towers: Chunked) -> set[Path]:
+    """The files that hold towers."""
+    return {chunk.place for name in towers.specs for chunk in towers.chunks(name) if isinstance(chunk.place, Path)}
+
+
+class WithTowers:
+    """A Writer of a Megatron checkpoint, and of the towers that go with it."""
+
+    def __init__(self, text: Writer, towers: Mapping[str, TensorSpec], max_shard_size: int = MAX_SHARD_SIZE) -> None:
+        self.directory, self._text = text.directory, text
+        self.specs: Mapping[str, TensorSpec] = {**text.specs, **towers}
+        named = {name.removeprefix(TOWERS): spec for name, spec in towers.items()}
+        self._towers = WeightFiles(self.directory / COMPANIONS, named, max_shard_size, FORMAT)
+
+    def lay_out(self) -> None:
+        self._text.lay_out()
+        self._towers.directory.mkdir(parents=True, exist_ok=True)
+        self._towers.lay_out()
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if name.startswith(TOWERS):
+            return self._towers.chunks(name.removeprefix(TOWERS))
+        return self._text.chunks(name)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        self._towers.write_index()
+        self._text.finish(fp8)

@@ -1,0 +1,332 @@
+"""Wrappers: the text model of a model of images goes to Megatron and through training, its towers beside it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_wrappers
+import torch
+from any_models import assert_as_tabled, export, load_whole, logits
+from conversions import run, tree
+from gpt_models import as_gpt
+from in_memory import to_megatron
+from safetensors.torch import load_file, save_file
+from tiny_wrappers import WRAPPERS, stored, towers
+from training import make_text, run_with_kills, settings
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from precisionctl.architectures.families import from_hf_config, read_model
+from precisionctl.architectures.wrappers import TEXT_MODELS
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion import worker
+from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
+from precisionctl.model_shape import UntabledModel
+from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
+from precisionctl.verify.engine_rules import check
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+def these_and_in_soak_others(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=[] if kind in kinds else [pytest.mark.soak]) for kind in WRAPPERS]
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tmp_path: Path) -> None:
+    theirs = tiny_wrappers.save(tmp_path, kind)
+    made = to_megatron(open_checkpoint(tmp_path))
+    text = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
+    made.tensors = text
+    tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", these_and_in_soak_others("mistral3", "qwen2_vl", "qwen3_vl_moe", "kimi_k25"))
+def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    check_there_and_back(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("mistral3", marks=pytest.mark.soak)])
+def test_so_does_one_with_the_names_that_it_has_in_memory(kind: str, tmp_path: Path) -> None:
+    check_there_and_back(kind, tmp_path, in_memory=True)
+
+
+def check_there_and_back(kind: str, tmp_path: Path, **how: Any) -> None:
+    tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16, **how)
+    cut = Parallelism(tensor=2, pipeline=2)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=cut, workers=1)
+    run(tmp_path / "megatron", tmp_path / "back", "hf", verify=True, workers=1)
+    before, after = stored(tmp_path / "hf"), stored(tmp_path / "back")
+    assert_same(before, after)
+    assert len(towers(before)) > 10
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
+        (tmp_path / "back" / "config.json").read_text()
+    )
+
+
+def test_experts_as_transformers_saves_them_become_those_of_published_files(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "memory", "qwen3_vl_moe", in_memory=True, dtype=torch.bfloat16)
+    tiny_wrappers.save(tmp_path / "published", "qwen3_vl_moe", dtype=torch.bfloat16)
+    run(tmp_path / "memory", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same(stored(tmp_path / "back"), stored(tmp_path / "published"))
+    run(tmp_path / "memory", tmp_path / "hf", "hf")
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "memory"))
+
+
+@pytest.mark.parametrize(("kind", "in_memory"), [("mistral3", True), ("qwen2_vl", False)])
+def test_an_export_is_that_of_a_table_that_is_read_off(
+    kind: str, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_wrappers.save(tmp_path / "source", kind, in_memory=in_memory, dtype=torch.bfloat16)
+    assert_as_tabled(tmp_path, "dynamic", monkeypatch)
+
+
+def test_codes_of_text_and_towers_are_values_in_megatron_and_the_same_codes_again(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "fp8", "dynamic", include=("vision_tower.*",))
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "again", "hf", "fp8")
+    codes = stored(tmp_path / "fp8")
+    assert any(name.startswith("vision_tower.") and name.endswith("scale") for name in codes)
+    assert {name: bytes_of(tensor) for name, tensor in codes.items()} == {
+        name: bytes_of(tensor) for name, tensor in stored(tmp_path / "again").items()
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_a_conversion_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
+    container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "llava", dtype=torch.bfloat16)
+    options: Any = {"container": container, "parallelism": Parallelism(tensor=2), "workers": 1}
+    run(tmp_path / "hf", tmp_path / "whole", "megatron", **options)
+    written, write = [], worker.write_rows
+
+    def stop(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        write(target, name, row, values)
+        written.append(name)
+        if name.startswith("towers.") and len(written) > 40:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "write_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "hf", tmp_path / "parts", "megatron", **options)
+    assert not (tmp_path / "parts").exists()
+    monkeypatch.setattr(worker, "write_rows", write)
+    run(tmp_path / "hf", tmp_path / "parts", "megatron", **options)
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    run(tmp_path / "parts", tmp_path / "back", "hf")
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "back"))
+
+
+def test_towers_of_a_checkpoint_that_megatron_saved_are_taken_from_a_reference(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "qwen3_vl", dtype=torch.bfloat16)
+    for name in ("ours", "megatrons"):
+        run(tmp_path / "hf", tmp_path / name, "megatron")
+    shutil.rmtree(tmp_path / "megatrons" / "release" / "precisionctl")
+    for reference in ("hf", "ours"):
+        run(tmp_path / "megatrons", tmp_path / f"by {reference}", "hf", reference=tmp_path / reference)
+        assert_same(stored(tmp_path / "hf"), stored(tmp_path / f"by {reference}"))
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    with pytest.raises(MissingTensor, match=r"towers of this `qwen3_vl`.*--reference"):
+        run(tmp_path / "megatrons", tmp_path / "out", "hf", reference=tmp_path / "hf")
+
+
+def test_towers_in_several_files_need_all_of_them(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", max_shard_size=300_000)
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "back"))
+    shards = sorted((tmp_path / "megatron" / "release" / "precisionctl" / "hf").glob("towers-*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"shard {shards[1].name} is missing"):
+        open_checkpoint(tmp_path / "megatron")
+
+
+def test_inspect_says_what_is_text_and_what_is_tower(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "gemma3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    there = stored(tmp_path / "hf")
+    seen = towers(there)
+    for place in ("hf", "megatron"):
+        about = describe(open_checkpoint(tmp_path / place))
+        assert about["architecture"] == "gemma3" and about["model"]["architecture"] == "gemma3_text"
+        assert about["parts"]["towers"] == {
+            "tensors": len(seen),
+            "parameters": sum(tensor.numel() for tensor in seen.values()),
+            "bytes": sum(tensor.nbytes for tensor in seen.values()),
+        }
+    text = describe(open_checkpoint(tmp_path / "hf"))["parts"]["text"]
+    assert text["tensors"] == len(there) - len(seen)
+
+
+@pytest.mark.parametrize("kind", these_and_in_soak_others("qwen2_5_vl"))
+def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exported(
+    kind: str, tmp_path: Path
+) -> None:
+    tiny_wrappers.save(tmp_path / "source", kind, dtype=torch.bfloat16)
+    data = make_text(tmp_path / "text.txt")
+    run_with_kills(settings(tmp_path / "source", data, tmp_path / "run", "fp8", train__steps=4), {3})
+    run(tmp_path / "run", tmp_path / "back", "hf")
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
+    assert_same(towers(before), towers(after))
+    trained = [name for name in before.keys() - towers(before) if name.endswith("self_attn.o_proj.weight")]
+    assert trained and not any(torch.equal(before[name], after[name]) for name in trained)
+
+    scheme = "block" if kind == "kimi_k25" else "dynamic"  # transformers gives its towers other names in memory
+    export(tmp_path / "run", tmp_path / "codes", scheme, "transformers", keep_misfits=True)
+    export(tmp_path / "run", tmp_path / "static", "static")
+    assert check(open_checkpoint(tmp_path / "static"), engine_named("vllm")) == []
+    assert_same(towers(stored(tmp_path / "static")), towers(before))
+    values, codes = (load_whole(AutoModelForImageTextToText, tmp_path / name) for name in ("back", "codes"))
+    assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > 0.97
+    with pytest.raises(PrecisionError, match=f"makes text models, and this is a `{kind}` around one"):
+        plan_command(Request.export(tmp_path / "run", tmp_path / "te", "te"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if WRAPPERS[kind]["model_type"] in TEXT_MODELS])
+def test_what_a_text_config_leaves_out_is_what_its_class_takes(kind: str) -> None:
+    model_type = WRAPPERS[kind]["model_type"]
+    told = AutoConfig.for_model(kind, text_config=AutoConfig.for_model(model_type)).to_dict()
+    assert told["text_config"]["model_type"] == model_type
+    numbers = {"num_experts": 60} if kind == "qwen3_vl_moe" else {}
+    short = told | {"text_config": {"model_type": model_type} | numbers}
+    ours, theirs = (replace(from_hf_config(config), tied_embeddings=False) for config in (short, told))
+    assert ours == theirs
+
+
+def test_a_flat_config_is_that_of_the_text_model_in_it() -> None:
+    flat = {
+        "model_type": "qwen2_5_vl",
+        **{key: value for key, value in tiny_wrappers.TEXT.items() if key != "head_dim"},
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "vision_config": {},
+    }
+    theirs = AutoConfig.for_model(**flat).to_dict()
+    assert "text_config" in theirs and from_hf_config(flat) == from_hf_config(theirs)
+    assert from_hf_config(flat).tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("said", "head", "tied"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"tie_word_embeddings": True}, True, True),
+        ({"tie_word_embeddings": False}, True, False),
+        ({"text_config": {"tie_word_embeddings": True}}, False, True),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, True, False),
+        ({"tie_word_embeddings": False}, False, False),
+    ],
+)
+def test_whether_the_head_is_the_embedding_is_told_by_the_config_or_by_the_tensors(
+    said: dict[str, Any], head: bool, tied: bool
+) -> None:
+    config = {"model_type": "mistral3", **said, "text_config": {"model_type": "mistral"} | said.get("text_config", {})}
+    names = {"language_model.model.embed_tokens.weight", "vision_tower.ln_pre.weight"}
+    names |= {"language_model.lm_head.weight"} if head else set()
+    assert read_model(config, "config.json", names).tied_embeddings == tied
+
+
+HOSTILE: dict[str, Any] = {
+    "a text model of other names": {"model_type": "gpt2"},
+    "a text model of no family": {"model_type": "of_tomorrow"},
+    "a wrapper": {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_wrapper_around_something_else_is_a_model_without_a_table(text: Any) -> None:
+    config = {"model_type": "mistral3", "text_config": text}
+    assert isinstance(read_model(config, "config.json", ("vision_tower.a",)), UntabledModel)
+
+
+@pytest.mark.parametrize("text", [7, [], {"model_type": []}, {"model_type": "mistral", "hidden_size": -1}])
+def test_a_text_config_that_describes_nothing_is_damage(text: Any) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        read_model({"model_type": "mistral3", "text_config": text}, "config.json", ())
+
+
+def test_wrappers_in_wrappers_have_no_depth_that_hurts(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "mistral"}
+    for _ in range(900):
+        config = {"model_type": "mistral3", "text_config": config}
+    assert isinstance(read_model(config), UntabledModel)
+
+
+def renamed(directory: Path, change: Any) -> None:
+    tensors = {change(name): tensor for name, tensor in stored(directory).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_towers_may_have_any_name_that_is_not_the_text_models(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    tensors = stored(tmp_path / "hf") | {
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.randn(3, 5),
+        "towers.vision_tower.ln_pre.weight": torch.randn(3).double(),
+        "optimizer.state.exp_avg.x": torch.arange(4),
+        "nothing": torch.empty(0, 4),
+        "scale": torch.ones(()).half(),
+    }
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", "bf16")
+    run(tmp_path / "hf", tmp_path / "kept", "megatron")
+    run(tmp_path / "kept", tmp_path / "back", "hf", verify=True)
+    assert_same(stored(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name: name.replace("language_model.model.", "model.language_model."),
+        lambda name: name.replace("vision_tower.", "model.vision_tower."),
+        lambda name: name.replace("language_model.model.", "language_model."),
+    ],
+)
+def test_names_of_two_spellings_are_read_off_and_refused_for_megatron_by_name(change: Any, tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    renamed(tmp_path / "hf", change)
+    run(tmp_path / "hf", tmp_path / "back", "hf")
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "back"))
+    with pytest.raises(UnknownArchitecture, match="its tensors do not have the names of a `mistral3`"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_a_text_tensor_among_towers_or_one_too_many_is_refused(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    beside = tmp_path / "megatron" / "release" / "precisionctl" / "hf" / "towers.safetensors"
+    odd = "language_model.model.layers.0.mlp.up_proj.weight"
+    save_file(load_file(beside) | {odd: torch.ones(2)}, beside)
+    with pytest.raises(UnmappedTensor, match=f"towers.{odd}".replace(".0.", ".*.")):
+        run(tmp_path / "megatron", tmp_path / "out", "hf")
+    extra = stored(tmp_path / "hf") | {"language_model.model.layers.0.extra.weight": torch.ones(2)}
+    save_file(extra, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnmappedTensor, match="layers.*.extra.weight"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")

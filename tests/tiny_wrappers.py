@@ -1,0 +1,129 @@
+"""Tiny random models of images or sound, of real architectures, by transformers itself."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from any_models import SMALL, shrunk
+from safetensors.torch import load_file, save_file
+from training import add_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 80,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.12,
+}
+
+MROPE = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [4, 6, 6]}
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "mistral3": {"model_type": "mistral", "sliding_window": 8},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 24,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": MROPE},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_text",
+        "rope_parameters": MROPE,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "qwen3_vl": {"model_type": "qwen3_vl_text", "rope_parameters": MROPE | {"mrope_interleaved": True}},
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe_text",
+        "rope_parameters": MROPE | {"mrope_interleaved": True},
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "kimi_k25": {
+        "model_type": "deepseek_v3",
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_nextn_predict_layers": 0,
+        "head_dim": 16,
+    },
+    "llava_onevision": {"model_type": "qwen2"},
+    "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "llava_next": {"model_type": "mistral"},
+    "internvl": {"model_type": "qwen3"},
+}
+"""What each wrapper's `text_config` is made of, beside TEXT."""
+
+
+TIED = {"gemma3"}
+
+
+def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
+    """A wrapper whose biases and norms are random too, so that a mix-up shows."""
+    torch.manual_seed(0)
+    config = shrunk(AutoConfig.for_model(kind).to_dict(), SMALL)
+    config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
+    config["text_config"] |= text
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(**{"model_type": kind} | config)
+    )
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name or "ln_" in name or name.endswith("bias"):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return model.to(dtype).eval()
+
+
+def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any) -> PreTrainedModel:
+    """Save one as it is published, or with the names that it has in memory; with a tokenizer."""
+    model = make(kind, **settings)
+    model.save_pretrained(directory)
+    if in_memory:
+        tensors = {name: tensor for name, tensor in model.state_dict().items()}
+        if kind in TIED:
+            del tensors["lm_head.weight"]
+    else:
+        tensors = dict(as_published(name, tensor) for name, tensor in stored(directory).items())
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    add_tokenizer(directory)
+    return model
+
+
+def as_published(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """What transformers 5.23 saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of
+    Qwen3-VL stay as in memory."""
+    if name.startswith("language_model.model.blocks."):
+        name = name.replace("blocks", "layers")
+    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        tensor = tensor.transpose(1, 2)
+    return name.replace("model.mm_projector.", "mm_projector."), tensor
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the files of a directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of what sees."""
+    words = ("vision_tower", "visual", "multi_modal_projector", "mm_projector", "image_newline")
+    return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}
