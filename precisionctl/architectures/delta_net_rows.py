@@ -5,6 +5,8 @@ Traps: in_proj's rows are in six parts of unequal size, which tensor parallelism
 the delta net gives is an ordinary one, where all others store their factor less one.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
@@ -90,4 +92,6 @@ def _of_prediction(row: Row | Either) -> Row | Either:
         hf, megatron = "mtp.layers.{mtp}.", "mtp.layers.{mtp}.transformer_layer."
         return renamed(rows, {"model.layers.{layer}.": hf}, {"decoder.layers.{layer}.": megatron})
 
-    return Either(moved(*row.first), moved(*row.second)) if isinstance(row, Either) else moved(row)[0]
+    if isinstance(row, Either):
+        return replace(row, first=moved(*row.first), second=moved(*row.second))
+    return moved(row)[0]
