@@ -98,6 +98,65 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class GatedDeltaNet:
+    """Layers with a gated delta net in the place of attention (arXiv 2412.06464); fields are Megatron's `--linear-*`.
+
+    `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
+    serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
+    `conv_kernel_dim` taps, one for each channel.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if name != "layers":
+                check_size(size, name)
+        if self.num_value_heads % self.num_key_heads:
+            raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
+        for product in ("key_size", "value_size", "in_proj_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values of all heads, and of their gate."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha."""
+        heads = self.num_value_heads
+        return (self.key_size, self.key_size, self.value_size, self.value_size, heads, heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys, values."""
+        return self.in_proj_parts[:3]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `gdn.`; empty where no layer is one."""
+        return {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+
+
+@dataclass(frozen=True)
 class DSA:
     """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
     (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
@@ -136,7 +195,8 @@ class ModelShape:
     mapping, with `rope_type`. `rope_layers` has an entry for each layer: whether it has rotary embeddings (None: all
     have). `rotary_interleaved` ones turn neighbouring channels, others those of two halves. `query_pre_attn_scalar` to
     the power -1/2 scales attention's logits (None: the size of a head does). `qk_layernorm` is a norm of each head's
-    query and key, and with `qk_layernorm_over_heads` one of all heads together.
+    query and key, and with `qk_layernorm_over_heads` one of all heads together. With `attention_output_gate` what heads
+    give is multiplied by the sigmoid of as many channels, which the query projection makes too.
 
     `pre_layernorms` are norms of what attention and MLP read, `post_layernorms` of what they give, before it is
     multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
@@ -174,6 +234,7 @@ class ModelShape:
     rope_layers: tuple[bool, ...] | None = None
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
+    attention_output_gate: bool = False
     qk_layernorm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
     query_scaling_beta: float | None = None
@@ -198,6 +259,7 @@ class ModelShape:
     mla: MLA | None = None
     dsa: DSA | None = None
     moe: MoE | None = None
+    gdn: GatedDeltaNet | None = None
     mtp_num_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -220,6 +282,7 @@ class ModelShape:
             check_size(getattr(self, product), product, 4 * LARGEST)
         freq = self.moe.layer_freq if self.moe else None
         by_layer = {"window_layers": self.window_layers, "rope_layers": self.rope_layers, "moe_layer_freq": freq}
+        by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
@@ -232,8 +295,9 @@ class ModelShape:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        """Rows of the fused query, key and value projection, with the output gate."""
+        queries = self.num_attention_heads * (1 + self.attention_output_gate)
+        return (queries + 2 * self.num_query_groups) * self.kv_channels
 
     @property
     def projection_size(self) -> int:
@@ -349,6 +413,9 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layer_freq[layer]
 
+    def has_delta_net(self, layer: int) -> bool:
+        return self.gdn is not None and self.gdn.layers[layer]
+
     def differences(self, other: "ModelShape") -> dict[str, tuple[object, object]]:
         """Why the two are not the same model: each field by which they make another function of the same tensors, with
         this model's value and the other's. Fields of experts and latent attention have a dot in their names.
@@ -362,7 +429,9 @@ class ModelShape:
         """The fields that say what is computed, of experts and latent attention too; None where no layer uses one."""
         used = {name: value for name, value in vars(self).items() if name not in (*STORED, *TENSORS)}
         moe = self.moe.used() if self.moe else {}
+        gdn = self.gdn.used() if self.gdn else {}
         used |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(self.rope_scaling)}
+        used |= {"gdn": "some" if gdn else None, **gdn}
         if self.moe and all(self.moe.layer_freq):
             used["ffn_hidden_size"] = None
         if self.mla:
@@ -422,6 +491,9 @@ class UntabledModel(ModelShape):
 
     def described(self) -> dict[str, Any]:
         return {"architecture": self.architecture}
+
+    def has_delta_net(self, layer: int) -> bool:
+        return self.gdn is not None and self.gdn.layers[layer]
 
     def differences(self, other: ModelShape) -> dict[str, tuple[object, object]]:
         """None: the two config.json are compared key by key."""

@@ -32,18 +32,28 @@ in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engin
 class Parallel:
     """How tensor parallelism cuts a tensor.
 
-    `replicated`: every rank has all of it. `rows`: along dimension 0, which consists of `parts` equal parts that are
-    cut separately (2 for gate and up). `columns`: along dimension 1.
+    `replicated`: every rank has all of it. `rows`: along dimension 0, which consists of `parts` of these relative sizes
+    that are cut separately (gate and up). `columns`: along dimension 1. `torch_dist` stores parts with `names` apart.
     """
 
     kind: Literal["replicated", "rows", "columns"]
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
+    names: tuple[str, ...] = ()
+
+    def rows_of_parts(self, rows: int) -> list[int]:
+        """The rows of each part, of so many in all."""
+        return [rows * part // sum(self.parts) for part in self.parts]
 
 
 REPLICATED = Parallel("replicated")
 ROWS = Parallel("rows")
-GATED_ROWS = Parallel("rows", parts=2)
+GATED_ROWS = Parallel("rows", parts=(1, 1))
 COLUMNS = Parallel("columns")
+
+IN_PROJ_PARTS = ("query", "key", "value", "z", "beta", "alpha")
+CONV_PARTS = IN_PROJ_PARTS[:3]
+"""Parts of a gated delta net's input projection and convolution, as torch_dist calls them
+(megatron/core/ssm/gated_delta_net.py, sharded_state_dict)."""
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMem
     return made
 
 
-def to_hf(reader: Reader, *, respelled: bool = False) -> InMemory:
+def to_hf(reader: Reader, *, respelled: bool = False, dtype: torch.dtype | None = None) -> InMemory:
     """The same model in Hugging Face's layout; what nothing writes stays NaN."""
-    plan = make_plan(reader, "hf", respelled=respelled)
+    plan = make_plan(reader, "hf", respelled=respelled, dtype=dtype)
     nan = float("nan")
     tensors = {name: torch.full(spec.shape, nan, dtype=spec.dtype) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "hf", tensors, companions=reader.companions)

@@ -7,6 +7,7 @@ the model. A machine without a GPU needs a few stand-ins, all in `without_cuda`.
 
 import argparse
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -60,8 +61,7 @@ def carry_extra_states():
 
 def allow_experts_and_latent_attention():
     """Without Transformer Engine, megatron-core 0.16 misses a name in experts, its plain attention does not take the
-    sizes of latent attention's heads (which only a forward pass would need), and classes are None that are tested
-    for."""
+    sizes of latent attention's heads, and classes are None that are tested for."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -73,15 +73,63 @@ def allow_experts_and_latent_attention():
 
     def without_sizes(self, *arguments, k_channels=None, v_channels=None, **others):
         plain(self, *arguments, **others)
+        if v_channels is not None:  # a head's output is as wide as its values
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     dot_product_attention.DotProductAttention.__init__ = without_sizes
 
 
+def allow_gated_delta_nets():
+    """megatron-core's own implementation in plain PyTorch, which it takes where it must be deterministic, asks for the
+    package with the kernels all the same."""
+    from megatron.core.ssm import gated_delta_net
+
+    def l2norm(heads):
+        return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+
+    gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """Transformer Engine's: without it, megatron-core has none whose weight is the factor less one."""
+
+    def __init__(self, config, hidden_size, eps=1e-5):
+        super().__init__()
+        self.eps, self.weight = eps, torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, values):
+        wide = values.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).to(values.dtype)
+
+
+def with_gated_delta_nets(layers: list[Any], config: Any) -> None:
+    """Give layers of megatron-core's the attention that its specification has with Transformer Engine."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, ZeroCenteredRMSNorm, RowParallelLinear)
+    for number, (layer, is_one) in enumerate(zip(layers, config.linear_attention_freq, strict=True)):
+        layers[number] = layer = copy.deepcopy(layer)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCenteredRMSNorm
+        if is_one:
+            layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
+            names = layer.submodules.sharded_state_dict_keys_map
+            names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+        else:
+            norms = layer.submodules.self_attention.submodules
+            norms.q_layernorm = norms.k_layernorm = ZeroCenteredRMSNorm
+
+
 def activation(args: argparse.Namespace) -> Any:
-    from megatron.core.activations import squared_relu
+    from megatron.core.activations import quick_gelu, squared_relu
 
     if getattr(args, "squared_relu", False):
         return squared_relu
+    if getattr(args, "quick_geglu", False):
+        return quick_gelu
     return torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
 
 
@@ -92,21 +140,29 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     same = (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
         *("add_bias_linear", "add_qkv_bias", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
-        *("rotary_interleaved", "window_size", "attention_dropout", "hidden_dropout", "params_dtype", "bf16"),
+        *("rotary_interleaved", "attention_dropout", "hidden_dropout", "params_dtype", "bf16"),
     )
     optional = (
         *("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
         *("moe_router_enable_expert_bias", "moe_router_score_function", "mtp_num_layers", "qk_layernorm"),
         *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("moe_shared_expert_gate", "window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_type"),
+        *("glu_linear_offset", "activation_func_clamp_value"),
+        *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
     )
+    of_latents = ("rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_base")
+    of_latents += ("original_max_position_embeddings", "rope_type", "rotary_percent", "q_lora_rank")
     latent = getattr(args, "multi_latent_attention", False)
     experts = getattr(args, "num_experts", None)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         **{name: getattr(args, name) for name in same},
         **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
+        **{name: getattr(args, name) for name in of_latents if latent and hasattr(args, name)},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        gated_linear_unit=args.swiglu,
+        gated_linear_unit=args.swiglu or getattr(args, "gated_linear_unit", False),
         activation_func=activation(args),
         tensor_model_parallel_size=work["tensor_parallel"],
         pipeline_model_parallel_size=work["pipeline_parallel"],
@@ -125,11 +181,16 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+    for name in vars(args):
+        if name.startswith("yarn_"):  # no fields of its own, but GPTModel looks for them there
+            setattr(config, name, getattr(args, name))
+    return config
 
 
 def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
     """The layers without Transformer Engine; `te_names`: asking for norms as its specification does."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     if isinstance(config.moe_layer_freq, list):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
@@ -142,7 +203,11 @@ def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
             normalization=args.normalization,
         )
         layers = [block]
-    frequency = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1]
+    if config.experimental_attention_variant:
+        layers = layers * config.num_layers if len(layers) == 1 else layers
+        with_gated_delta_nets(layers, config)
+        block = TransformerBlockSubmodules(layers, ZeroCenteredRMSNorm)
+    frequency = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * len(layers)
     for layer, has_experts in zip(layers, frequency, strict=True) if te_names else []:
         names = layer.submodules.sharded_state_dict_keys_map
         if config.num_moe_experts and has_experts:
@@ -174,9 +239,9 @@ def build(args: argparse.Namespace, work: dict[str, Any], te_names: bool = False
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rope_scaling=getattr(args, "use_rope_scaling", False),
+        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
         mtp_block_spec=later,
     ).to(args.params_dtype)
 
@@ -281,6 +346,11 @@ def load(model: Any, job: dict[str, Any], rank: int) -> None:
     if way:
         optimizer.load_state_dict(loaded["optimizer"])
         hold_optimizer(model, optimizer, f"{job['out']}.optimizer", rank)
+    if "again" in job:
+        Path(job["again"]).mkdir(parents=True)
+        state = dist_checkpointing.load_common_state_dict(job["directory"])
+        state |= {"model": model.sharded_state_dict(metadata=dict(metadata, **groups()))}
+        dist_checkpointing.save(state, job["again"], content_metadata=metadata)
     if "tokens" not in job:
         return hold(model, f"{job['out']}.rank{rank}.pt")
     tokens = torch.tensor(job["tokens"])
@@ -309,6 +379,7 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
     without_cuda()
     allow_experts_and_latent_attention()
+    allow_gated_delta_nets()
     carry_extra_states()
     for job in work["jobs"]:
         if job["do"] == "save":

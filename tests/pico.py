@@ -62,6 +62,15 @@ _DEEPSEEK = {
     "v_head_dim": 24,
 }
 
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-3,  # a query may read next to nothing, which the norm magnifies, with FP32's rounding of it
+}
 _INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
 
 _GRANITE = {
@@ -253,6 +262,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"model_type": "phi"},
     "gpt-j": {"model_type": "gptj", **_GPT, "rotary_dim": 8},
     "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **_DELTA_NET,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    },
+    "qwen3-5": {"model_type": "qwen3_5_text", **_DELTA_NET},
+    "qwen3-5-moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA_NET,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+    },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
@@ -296,7 +323,8 @@ def block_kinds(family: str) -> set[Any]:
     fields = ("softmax_offset", "normalization", "position_embedding", "gated_linear_unit", "qk_layernorm_over_heads")
     fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
     made = {(name, getattr(model, name)) for name in fields}
-    return made | {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    return made | {("gated delta nets", model.gdn is not None)}
 
 
 def rows(family: str) -> set[Any]:
@@ -352,6 +380,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
+                tensor.sub_(3)
     return as_its_config_says(model).to(dtype).eval()
 
 

@@ -117,7 +117,7 @@ NEVER = {
 }
 UNLESS_ASKED = {
     "of a tower or projector": "vision_tower visual audio_tower speech_encoder image_encoder multi_modal_projector "
-    "connector resampler aligner merger vit siglip clip mm_projector",
+    "connector resampler aligner merger vit siglip clip mm_input_projection",
     "a router or gate": "gate wg wgate gate_attn shared_expert_gate f_gate_preact router moe_router in_proj_ba "
     "in_proj_b in_proj_a f_a_proj f_b_proj a_proj b_proj f_proj g_proj",
     "of an indexer": "indexer compressor",
@@ -170,6 +170,8 @@ def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_
     assert sorted(kept) == sorted(names[: len(keeping)])
     (counter,) = rows(matrices("model.steps", dtype=torch.int64))
     assert counter.keeps_dtype and not counter.gemm
+    (codes,) = rows(matrices("model.layers.0.q_proj.weight", dtype=torch.float8_e4m3fn))
+    assert codes.gemm and not codes.keeps_dtype and codes.stored == (64, 32)
     ordered = [f"model.layers.{layer}.fc{number}.weight" for layer in (0, 2, 10) for number in (1, 2, 11)]
     assert [row.megatron for row in rows(matrices(*reversed(ordered)))] == ordered
 
@@ -178,13 +180,17 @@ def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_i
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
     biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
     assert not why_not_gemms(square | biases).keys() & square.keys()
-    biases["h.0.mlp.c_proj.bias"] = TensorSpec((32,), torch.bfloat16)
-    assert why_not_gemms(square | biases).keys() >= square.keys()
+    usual = matrices("h.0.mlp.c_fc.weight", shape=(128, 32))
+    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
+    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), torch.bfloat16)}
+    reasons = why_not_gemms(square | usual | biases)
+    assert {reasons.get(name) for name in square} == {"stored as [in, out]"} and not reasons.keys() & usual.keys()
 
 
 def test_experts_have_one_state_for_each_linear_unless_a_number_is_missing() -> None:
     numbered = [f"layers.0.experts.{number}.w1.weight" for number in (*range(11), 12)]
     assert {row.of_experts for row in rows(matrices(*numbered))} == {False}
+    assert {row.of_experts for row in rows(matrices(*numbered[:11]))} == {True}
     ordered = [row.megatron for row in rows(matrices(*numbered[:11]))]
     assert ordered == [f"layers.0.experts.w1.weight{number}" for number in range(11)]
     fused = matrices(*numbered[:11], "layers.0.experts.w1.weight")

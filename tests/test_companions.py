@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversions import run, tree
 
+from precisionctl.checkpoints import companions
 from precisionctl.checkpoints.companions import KINDS, kind_of, read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -146,6 +147,49 @@ def test_code_that_imports_without_end_or_is_all_blanks_costs_little(tmp_path: P
         read_companions(tmp_path)
     (tmp_path / "a0.py").write_bytes(b"\n \t" * 1_000_000 + b"from ." + b"a" * 1_000_000)
     assert read_companions(tmp_path).code == ("a0.py",)
+
+
+def test_code_that_imports_what_is_not_there_travels_and_says_so(tmp_path: Path) -> None:
+    source = own_code(tmp_path / "own")
+    (source / "late.py").unlink()
+    found = read_companions(source)
+    assert found.code == tuple(name for name in CODE if name != "late.py")
+    assert found.notes == ("modeling_own.py imports what is not in the directory: late.py.",)
+
+
+def nested(depth: int, inner: bytes = b"1") -> bytes:
+    return b'{"a": ' * depth + inner + b"}" * depth
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "`c` is there twice"),
+        (nested(101), "nested more than 100 deep"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 deep"),
+        (nested(100_000), "not readable as JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b'{"a": 1', "not readable as JSON"),
+        (b"\xff", "not readable as JSON"),
+        (b'{"a": [' + b"1, " * 20 + b"1]}", "JSON of more than 20 parts"),
+        (b'{"a": [' + b"[]," * 10 + b"[]]}", "JSON of more than 20 parts"),
+        (b'{"a": [' + b"{}," * 10 + b"{}]}", "JSON of more than 20 parts"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_json_that_is_no_object_of_a_sane_size_is_damage(
+    monkeypatch: pytest.MonkeyPatch, data: bytes, why: str
+) -> None:
+    if "parts" in why:
+        monkeypatch.setattr(companions, "_MOST_PARTS", 20)
+    with pytest.raises(DamagedCheckpoint, match=why):
+        companions.parse_json(data, "config.json")
+
+
+def test_json_up_to_the_limits_is_read_and_a_key_may_be_repeated() -> None:
+    assert companions.parse_json(b'{"a": [1], "a": [1]}', "") == {"a": [1]}
+    assert companions.parse_json(nested(100), "") == json.loads(nested(100))
 
 
 TRAVEL = (

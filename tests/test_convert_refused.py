@@ -61,6 +61,36 @@ def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message
         Request(tmp_path, tmp_path / "out", **CONTRADICTORY[message])
 
 
+HINTS: dict[str, dict[str, Any]] = {
+    "no payloads of Transformer Engine": {"grouped_columns": "role"},
+    "has a config.json, which says what it is": {"architecture": "llama"},
+    "--architecture and --reference out": {"reference": Path("hf")},
+}
+
+
+@pytest.mark.parametrize("message", HINTS)
+def test_what_a_hugging_face_source_says_itself_is_not_to_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=message):
+        plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron", **HINTS[message]))
+
+
+def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    (found,) = (tmp_path / "megatron").rglob("config.json")
+    found.unlink()
+    with pytest.raises(RecipeError, match="the reference has no config.json"):
+        plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "megatron"))
+    pico.save(tmp_path / "other", dtype=torch.bfloat16, num_key_value_heads=4, rope_theta=5.0)
+    with pytest.raises(RecipeError, match="the reference is of another model"):
+        plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "other"))
+    plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "hf"))
+
+
 def test_a_hugging_face_source_has_no_iterations(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="no iterations"):

@@ -13,7 +13,7 @@ import torch
 from forked import run_program
 from safetensors.torch import load_file
 from torch import Tensor
-from trained_models import config_of, save
+from trained_models import config_of, save, states, trained
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
@@ -22,6 +22,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
+from precisionctl.reports import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -195,7 +196,7 @@ def test_a_name_of_many_wrappers_takes_no_longer_than_its_length() -> None:
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
-        open_checkpoint(made)
+        conversions.run(made, tmp_path / "out", "hf")
 
 
 def test_what_the_model_has_no_place_for_and_what_is_missing_is_refused(tmp_path: Path) -> None:
@@ -224,8 +225,40 @@ def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
         open_checkpoint(made)
 
 
+def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    config_of(model, made)
+    index = read_index(made)
+    first, other = (f"optimizer.state.model.layers.{layer}.self_attn.q_proj.weight.exp_avg" for layer in range(2))
+    write_index(made, Index({**index.tensors, other: index.tensors[first]}, index.objects))
+    with pytest.raises(DamagedCheckpoint, match=r"layers\.0\S+ and \S+layers\.1\S+ are on the same bytes"):
+        open_checkpoint(made)
+
+
 def test_a_name_that_poses_as_an_expert_of_a_stack_is_refused(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", {"model.layers.0.mlp.experts.down_proj[0]": torch.ones(3, 4)})
     (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(CheckpointError, match="named as a slice"):
         open_checkpoint(made)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_inspect_says_what_a_checkpoint_holds_with_a_config_or_without(tmp_path: Path, config: bool) -> None:
+    model, optimizer = trained("llama-3", updates=3)
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    if config:
+        config_of(model, made)
+    description = inspect.describe(open_checkpoint(made))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert (description["container"], description["iteration"], description["parameters"]) == ("dcp", 3, numbers)
+    assert description["optimizer"] == {"tensors": 2 * len(model.state_dict()), "bytes": 8 * numbers}
+    assert description["architecture"] == ("llama" if config else None)
+    shown = {row[0]: row[1] for row in inspect.summary(description).rows}
+    assert ("--reference" in shown["architecture"]) != config and ("layers" in shown) == config
+
+
+def test_a_torchtitan_checkpoint_without_a_config_is_shown_under_its_own_names(tmp_path: Path) -> None:
+    stored = {in_titan(name): tensor for name, tensor in pico.make("llama-3").state_dict().items()}
+    reader = open_checkpoint(save(tmp_path / "dcp", stored))
+    assert reader.specs.keys() == stored.keys() and inspect.describe(reader)["architecture"] is None

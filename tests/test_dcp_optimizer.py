@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import numpy as np
 import pytest
 import torch
+from core_models import of_stages, peer
 from torch import Tensor
 from trained_models import MOMENTS, config_of, moments, save, states, trained
 
@@ -15,6 +17,13 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, MappingError, MissingTensor, ShapeMismatch
+from precisionctl.param import Parallelism
+from precisionctl.recipe import load_recipe
+from precisionctl.trainer.data.rows import EqualRows, Rows
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.run import Run
+from precisionctl.trainer.saved import loading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -156,3 +165,30 @@ def test_a_routers_bias_that_a_rule_changes_needs_no_state(tmp_path: Path) -> No
     reference = config_of(model, tmp_path / "config")
     conversions.run(save(tmp_path / "dcp", states(model, optimizer)), tmp_path / "out", "megatron", reference=reference)
     assert not any("expert_bias" in name for name in optimizer_in(tmp_path / "out"))
+
+
+def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_path: Path) -> None:
+    """Real megatron-core at TP 2, with its plain optimizer; and a run of ours."""
+    model, optimizer = trained("llama-2")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    reference = config_of(model, tmp_path / "config")
+    conversions.run(
+        made, tmp_path / "out", "megatron", "bf16", reference=reference, parallelism=Parallelism(2), verify=True
+    )
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader)
+    job = {"do": "load", "directory": str(reader.path), "optimizer": "plain", "out": str(tmp_path / "held")}
+    peer(tmp_path, [job], tensor_parallel=2)
+    expected = optimizer_in(tmp_path / "out")
+    for kind in ("param", *MOMENTS):
+        held = of_stages(f"{tmp_path}/held.optimizer.{kind}", 2, 1, layers=2)
+        assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in held.items())
+        assert len(held) * 3 == len(expected)
+    recipe = load_recipe("bf16")
+    rows = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
+    gpt = GPT(reader.model, recipe.precision)
+    run = Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows)
+    loading.load_optimizer(reader, run)
+    assert run.optimizer.steps == 2
+    for kind, tensors in run.optimizer.tensors.items():
+        assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in tensors.items())

@@ -44,6 +44,9 @@ def test_pytorch_goes_on_from_a_megatron_checkpoint_with_the_losses_of_the_run(t
     going_on = train(model, optimizer, range(2, 7))
     other, its_optimizer = loaded(tmp_path / "back", family)
     assert train(other, its_optimizer, range(2, 7)) == going_on
+    conversions.run(tmp_path / "back", tmp_path / "again", "megatron", "bf16")
+    once, twice = (tmp_path / made / "iter_0000002" / "__0_0.distcp" for made in ("megatron", "again"))
+    assert once.read_bytes() == twice.read_bytes()
     fresh = pico.make(family)
     fresh.load_state_dict(loaded(tmp_path / "back", family)[0].state_dict())
     assert train(fresh, adamw(fresh), range(2, 7)) != going_on  # the moments matter

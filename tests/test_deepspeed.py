@@ -21,6 +21,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
+from precisionctl.reports import inspect
 
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
 
@@ -165,6 +166,8 @@ def test_a_folder_of_trainers_is_its_weights_and_the_step_in_it_their_masters(tm
     assert_is(read(folder, llama), states)
     shutil.copy(llama / "model.safetensors", folder)
     assert open_checkpoint(folder).container == "safetensors"
+    told = conversions.run(folder, tmp_path / "out", "megatron")
+    assert any("optimizer of DeepSpeed stay behind: give global_step3" in note for note in told.notes)
     step: Reader = open_checkpoint(folder / "global_step3")
     assert step.container == "deepspeed" and step.model.hidden_size == 64
 
@@ -182,8 +185,16 @@ def test_an_iteration_is_chosen_by_its_number(tmp_path: Path, llama: Path) -> No
 
 def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Path) -> None:
     files.save(tmp_path / "run", files.states_of(weights_of(llama)), 3, 1)
+    reader = open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
-        open_checkpoint(tmp_path / "run")
+        _ = reader.model
+    described = inspect.describe(reader)
+    assert (described["container"], described["architecture"], described["optimizer"]["tensors"]) == (
+        "deepspeed",
+        None,
+        42,
+    )
+    inspect.tables(described)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +254,17 @@ def test_files_that_contradict_one_another_are_refused(
         _ = read(tmp_path / "run", llama).iteration
 
 
+def test_parameters_in_another_order_than_their_shapes_are_noticed(tmp_path: Path, llama: Path) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 2)
+
+    def turn_round(content: Any) -> None:
+        content["param_shapes"] = [dict(reversed(group.items())) for group in content["param_shapes"]]
+
+    rewrite(directory / "mp_rank_00_model_states.pt", turn_round)
+    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights"):
+        read(tmp_path / "run", llama)
+
+
 def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path) -> None:
     states = files.states_of(weights_of(llama))
     directory = files.save(tmp_path / "run", states, 1, 1)
@@ -256,6 +278,8 @@ def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path)
     reader = read(tmp_path / "run", llama)
     assert not reader.optimizer_specs
     assert_is(reader, {"fp32": states["fp32"]})
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=llama)
+    assert any("stays behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
 
 
 def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.errors import MissingFp8State, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 from precisionctl.param import Parallelism
@@ -118,8 +118,25 @@ def test_a_shape_that_fp8_gemms_do_not_take_is_refused_at_plan_time(tmp_path: Pa
         export(tmp_path / "hf", scheme="dynamic")
 
 
+def test_state_that_no_scale_would_be_made_of_is_refused(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    for scheme in ("dynamic", "block"):
+        with pytest.raises(RecipeError, match=f"under {scheme} the engine makes input scales itself"):
+            request = Request.export(path, tmp_path / "out", "vllm", scheme, fp8_state=path / sidecar.RELATIVE)  # type: ignore[arg-type]
+            plan_command(request)
+    with pytest.raises(PrecisionError, match="no nvfp4a16 for TensorRT-LLM.*Choose --scheme static or dynamic"):
+        plan_command(Request.export(path, tmp_path / "out", "tensorrt-llm", "nvfp4a16"))
+
+
+def test_a_model_that_only_fixed_inputs_serve_asks_for_them(tmp_path: Path) -> None:
+    """GPT-2's weights are stored as [in, out], so no engine's channel or block is one of theirs."""
+    pico.save(tmp_path / "hf", "gpt2", dtype=torch.bfloat16)
+    with pytest.raises(PrecisionError, match="vLLM needs fixed input scales for this model: .*--fp8-state"):
+        plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm"))
+
+
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionError, match="Known: sglang, tensorrt-llm, transformers, vllm"):
+    with pytest.raises(RecipeError, match="Known: sglang, tensorrt-llm, transformers, vllm"):
         export(source(tmp_path), target="llama.cpp")
 
 

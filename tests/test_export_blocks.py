@@ -303,7 +303,7 @@ def test_fixed_input_scales_go_along_with_codes_per_tensor(tmp_path: Path, spell
     fp8_directories.make(tmp_path / "fp8", spelling, **WHOLE)
     before = stored(tmp_path / "fp8")
     notes = export(tmp_path / "fp8", tmp_path / "out", scheme="static")
-    assert "Input scales are the fixed ones of the source's FP8 weights." in notes
+    assert "Input scales are the fixed ones of the source's weights." in notes
     after = stored(tmp_path / "out")
     for alone in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
         assert torch.equal(before[f"{alone}.weight"].view(torch.uint8), after[f"{alone}.weight"].view(torch.uint8))

@@ -23,9 +23,9 @@ def data(tmp_path: Path) -> Path:
     return make_text(tmp_path / "text.txt")
 
 
-def train(source: Path, data: Path, out: Path, precision: str, steps: int) -> str:
+def train(source: Path, data: Path, out: Path, precision: str, steps: int, lr: float = 0.01) -> str:
     """What the command says."""
-    keys = {**SMALL, "train.steps": steps, "schedule.kind": "constant"}
+    keys = {**SMALL, "train.steps": steps, "schedule.kind": "constant", "optimizer.lr": lr}
     settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     command = ("resume", source, "--precision", precision, "--data", data, "--out", out, "--backend", "emulated")
     done = run(*command, *settings)
@@ -51,9 +51,10 @@ def test_a_bf16_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, t
 
 def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path, data: Path) -> None:
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
-    train(source, data, tmp_path / "whole", precision, 4)
-    train(source, data, tmp_path / "parts", precision, 2)
-    train(source, data, tmp_path / "parts", precision, 4)
+    gentle = 0.001  # at ten times as much some of these untrained models get worse, in BF16 as in FP8
+    train(source, data, tmp_path / "whole", precision, 4, gentle)
+    train(source, data, tmp_path / "parts", precision, 2, gentle)
+    train(source, data, tmp_path / "parts", precision, 4, gentle)
     whole, parts = (open_checkpoint(tmp_path / name) for name in ("whole", "parts"))
     (one, _), (other, _) = load(whole), load(parts)
     for (name, first), second in zip(one.named_parameters(), other.parameters(), strict=True):

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
+from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
 
@@ -25,11 +26,31 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
-    """What the convention passes over: half of attention, above the diagonal, routers, and gates of shared experts."""
-    above = sum(length**2 for length in lengths) * (model.query_size + model.projection_size) * model.num_layers // 2
+    """What the convention passes over: half of attention, above the diagonal, routers, gates of shared experts, and
+    what gated delta nets take beside."""
+    nets = model.gdn.layers if model.gdn else ()
+    with_attention = model.num_layers - sum(nets)
+    above = sum(length**2 for length in lengths) * (model.query_size + model.projection_size) * with_attention // 2
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
-    return 6 * (above + sum(lengths) * (routers + gates))
+    return 6 * (above + sum(lengths) * (routers + gates)) + sum(nets) * _beside_the_rule(model, lengths)
+
+
+def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
+    """What the rule takes more by chunks than token by token; and what torch takes the gradient of the convolution's
+    weight for, as if each channel were made of all."""
+    if model.gdn is None:
+        return 0
+    tokens, channels = sum(lengths), model.gdn.conv_size
+    of_all = 2 * tokens * model.gdn.conv_kernel_dim * channels * (channels - 1)
+    heads, size = model.gdn.num_value_heads, model.gdn.key_head_dim
+    query, key, value, decay, beta = (
+        torch.rand(len(lengths), LENGTH, heads, each, requires_grad=True)
+        for each in (size, size, model.gdn.value_head_dim, 1, 1)
+    )
+    with FlopCounterMode(display=False) as counter:
+        gated_delta_rule(query, key, value, -decay[..., 0], beta[..., 0]).sum().backward()
+    return counter.get_total_flops() - 6 * tokens * 4 * model.gdn.value_size * size + of_all
 
 
 @pytest.mark.parametrize("family", representing(switches))

@@ -267,6 +267,25 @@ def test_training_on_from_four_bits_begins_with_what_they_decode_to_and_inspect_
     assert described["coded"]["formats"] == {"NVFP4": 7} and described["coded"]["static_input_scales"] == 0
 
 
+@pytest.mark.parametrize(
+    ("spelling", "codes", "inputs"),
+    [
+        ("ct-nvfp4", "NVFP4", "as they were"),
+        ("ct-int4-32", "INT4", "Inputs are not quantized."),
+        ("modelopt-mxfp4", "MXFP4", "Input scales are made by the engine."),
+    ],
+)
+def test_the_card_of_codes_that_are_as_before_names_them(
+    tmp_path: Path, spelling: str, codes: str, inputs: str
+) -> None:
+    four_bit_directories.make(tmp_path / "source", spelling)
+    run(tmp_path / "source", tmp_path / "bf16", "hf")
+    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert f"A `llama` in {codes}, for" in card and f"## What is {codes}" in card and f"- {codes.lower()}\n" in card
+    assert inputs in card and "fp8" not in card.lower().replace("--precision fp8", "")
+
+
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BF16 values, with encodings of one weight of INT4 with zero points beside them."""

@@ -24,7 +24,6 @@ from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionErr
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import PRESETS
-from precisionctl.quant_methods.base import FOUR_BITS
 
 LAYERS = range(2)
 
@@ -51,7 +50,7 @@ ALL = [
     (engine.name, scheme)
     for engine in engines().values()
     for scheme in engine.spells
-    if engine.spells[scheme] in engine.cache and scheme not in FOUR_BITS
+    if engine.spells[scheme] in engine.cache
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from core_models import SAVED_ARGS, peer, whole
+from judges import CORE
 from pico import make, save
 from transformers import LlamaForCausalLM
 
@@ -27,30 +28,6 @@ from precisionctl.param import Parallelism
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 RECIPE = DelayedScaling(amax_history_len=4)
 
-LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama-2": {},
-    "llama-3": {"rope_parameters": LLAMA_3_1},  # the only scaling of this kind that Megatron has
-    "llama-tied": {},
-    "llama-attention-bias": {},
-    "llama-all-biases": {},
-    "llama-head-dim": {},
-    "yi": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mixtral": {},
-    "qwen3-moe": {},
-    "phi3": {},
-    "gpt2": {},
-}
 EXPERTS = ("mixtral", "qwen3-moe")  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
 
 
@@ -77,24 +54,24 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Every family, written for one rank and for two, loaded by megatron-core, with the logits of both."""
     top = tmp_path_factory.mktemp("converted")
     expected = {}
-    for family, changes in FAMILIES.items():
+    for family, changes in CORE.items():
         save(top / family, family, **changes)
         with torch.no_grad():
             expected[family] = make(family, **changes)(TOKENS).logits
     weights = digest_weights(open_checkpoint(top / "llama-3"))
     sidecar.write(top / "llama-3" / sidecar.RELATIVE, replace(fp8_states(layers=2), of_weights=weights))
     for size in (1, 2):
-        for family in FAMILIES:
+        for family in CORE:
             execute(
                 plan_command(Request(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size)))
             )
-        families = [family for family in FAMILIES if size == 1 or family not in EXPERTS]
+        families = [family for family in CORE if size == 1 or family not in EXPERTS]
         peer(top, [load(top / f"{family}-{size}" / "release") for family in families], tensor_parallel=size)
     return SimpleNamespace(top=top, expected=expected)
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [(family, size) for family in FAMILIES for size in (1, 2) if size == 1 or family not in EXPERTS]
+    ("family", "size"), [(family, size) for family in CORE for size in (1, 2) if size == 1 or family not in EXPERTS]
 )
 def test_megatron_core_loads_what_we_wrote_and_gives_transformers_logits(converted, family, size):
     logits = torch.load(converted.top / f"{family}-{size}" / "release.pt")["logits"]

@@ -62,7 +62,10 @@ def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_argume
     fields = {name: _object(value) for name, value in described.items() if name in known}
     with warnings.catch_warnings(action="ignore"):
         config = kind(**fields)
-        if args["num_experts"]:  # as Bridge's own providers of families with experts have it
+        if "linear_attention_freq" in args:  # as Bridge's own provider has it; making it asks for a GPU
+            made = described["transformer_layer_spec"]
+            assert _object(made).__name__ == "get_transformer_block_with_experimental_attention_variant_spec"
+        elif args["num_experts"]:  # as Bridge's own providers of families with experts have it
             made = described["transformer_layer_spec"]
             block = _named(made)(config, use_transformer_engine=False, pp_rank=0)  # True asks for a GPU
             assert (made["_partial_"], made["use_transformer_engine"]) == (True, True)

@@ -23,6 +23,7 @@ from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.measure import memory, preflight
 from precisionctl.trainer.measure.memory import Parameters, estimate
+from precisionctl.trainer.model.delta_rule import CHUNK
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -40,7 +41,7 @@ def recipe(name: str = "bf16", **keys: Any) -> Recipe:
     return replace(loaded, precision=replace(loaded.precision, fp8=name != "bf16"))
 
 
-def saved(model: ModelShape, made: Recipe) -> int:
+def saved(model: ModelShape, made: Recipe, length: int) -> int:
     """Bytes that autograd keeps of a pass, of a row, beside the parameters."""
     torch.manual_seed(0)
     gpt = GPT(model, made.precision)
@@ -53,7 +54,7 @@ def saved(model: ModelShape, made: Recipe) -> int:
             kept[storage.data_ptr()] = storage.nbytes(), tensor  # which is kept, or its place would be another's
         return tensor
 
-    tokens = torch.randint(model.vocab_size, (1, LENGTH))
+    tokens = torch.randint(model.vocab_size, (1, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         total, _ = loss(gpt(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), model.vocab_size)
     assert total.requires_grad
@@ -68,13 +69,13 @@ def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
     kept = memory._Kept.of(model, made, "emulated")
-    layers = range(model.num_layers)
+    layers, length = range(model.num_layers), 4 * CHUNK if model.gdn else LENGTH
     weights = [
         sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)
     ]
-    expected = sum(memory._layer(model, layer, kept, LENGTH) * LENGTH + weights[layer] for layer in layers)
-    last = LENGTH * ((kept.norm + 2) * model.hidden_size + 4 * model.padded_vocab_size)
-    assert 0.95 < (expected + last) / saved(model, made) < 1.1
+    expected = sum(memory._layer(model, layer, kept, length) * length + weights[layer] for layer in layers)
+    last = length * ((kept.norm + 2) * model.hidden_size + 4 * model.padded_vocab_size)
+    assert 0.95 < (expected + last) / saved(model, made, length) < 1.1
 
 
 class Live(TorchDispatchMode):

@@ -9,6 +9,7 @@ from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import LARGEST, MLA, MOST_LAYERS, ModelShape, MoE
 
 DENSE = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
+WINDOWED = replace(DENSE, sliding_window=3)
 EXPERTS = MoE(8, 4, 12, (False, True), 8, num_groups=4, group_topk=2, group_scores=1)
 LATENT = MLA(6, 6, 4, 4, 6)
 
@@ -32,7 +33,7 @@ OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim
 @pytest.mark.parametrize("size", [-1, LARGEST + 1, 2.0, True, "4", None])
 def test_what_is_no_size_is_refused_by_its_name(size: object) -> None:
     optional = ("sliding_window", "shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "q_lora_rank")
-    for whole, names in ((DENSE, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
+    for whole, names in ((DENSE, SIZES), (WINDOWED, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
         for name in names:
             if size is None and name in optional:
                 continue
@@ -41,7 +42,7 @@ def test_what_is_no_size_is_refused_by_its_name(size: object) -> None:
 
 
 def test_no_size_is_zero_but_the_number_of_prediction_layers() -> None:
-    for whole, names in ((DENSE, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
+    for whole, names in ((DENSE, SIZES), (WINDOWED, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
         for name in names:
             if name != "mtp_num_layers":
                 with pytest.raises(DamagedCheckpoint, match=f"{name} is 0, not a size"):

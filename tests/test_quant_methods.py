@@ -92,6 +92,27 @@ def test_modelopt_says_the_same_in_both_of_its_files():
     assert nested["producer"] == flat["producer"]
 
 
+def test_modelopt_says_where_groups_are_and_of_how_many_as_modelopt_itself_does():
+    spelling = METHODS["modelopt"].spelling
+    for scheme, flat, nested in (
+        ("static", None, None),
+        ("dynamic", None, None),
+        ("mxfp8", 32, 32),
+        ("nvfp4", None, 16),
+    ):
+        config = spelling.config(scheme, ["lm_head"])
+        (text,) = spelling.files(config).values()
+        assert config.get("group_size") == flat
+        assert json.loads(text)["quantization"].get("group_size") == nested
+        assert json.loads(text)["quantization"]["kv_cache_quant_algo"] is None
+        assert ("config_groups" in config) is (scheme in ("static", "nvfp4"))
+        for group in config.get("config_groups", {}).values():
+            assert group["targets"] == ["Linear"] and group["weights"] == group["input_activations"]
+            assert group["weights"]["num_bits"] == (8 if scheme == "static" else 4)
+    (text,) = spelling.files(spelling.config("static", []) | spelling.cache.config).values()
+    assert json.loads(text)["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
 def test_llm_compressors_longer_config_reads_as_the_scheme_that_it_is():
     nulls = dict.fromkeys(["actorder", "block_structure", "group_size", "observer", "scale_dtype", "zp_dtype"])
     config = METHODS["compressed-tensors"].spelling.config("dynamic", ["lm_head"])
@@ -112,8 +133,10 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     config["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block"}
     with pytest.raises(PrecisionError, match="size of a block"):
         METHODS["compressed-tensors"].read(config)
-    with pytest.raises(PrecisionError, match="inputs are scaled too"):
-        METHODS["modelopt"].read({"quant_algo": "NVFP4_AWQ"})
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4_AWQ"}}
+    for config in ({"quant_algo": "NVFP4_AWQ"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}):
+        with pytest.raises(PrecisionError, match="NVFP4_AWQ.* inputs are scaled too"):
+            METHODS["modelopt"].read(config)
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
@@ -167,6 +190,11 @@ def test_a_scale_that_is_no_scale_is_damage(value):
         encoding(torch.tensor([value]), Scales("weight_scale", None, (32, 16)), TensorSpec((32, 16), CODES))
 
 
+def test_a_scale_of_nothing_but_zeros_may_be_zero():
+    read = encoding(torch.tensor([0.0]), Scales("weight_scale", None, (32, 16)), TensorSpec((32, 16), CODES))
+    assert float(read.scale_inv) == 0
+
+
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
@@ -206,6 +234,10 @@ def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "symmetric": False}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "attn_head"}}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "dynamic": True}}}}),
+        (
+            "compressed-tensors",
+            {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "token", "group_size": 32}}}},
+        ),
         ("compressed-tensors", {"config_groups": {"a": {"weights": CHANNELS}, "b": {"weights": None}}}),
         ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "num_bits": 16}}}}),
         *(
@@ -304,6 +336,22 @@ def read_four_bits(kind, **changes):
     return coded_weights({"quantization_config": config}, stored)
 
 
+def test_groups_are_of_any_size():
+    for size in (1, 24, 4096):
+        (form,) = (
+            METHODS["compressed-tensors"]
+            .read({"config_groups": {"a": {"weights": {**INT4, "group_size": size}}}})
+            .formats
+        )
+        assert form.block == (1, size)
+    (form,) = (
+        METHODS["compressed-tensors"]
+        .read({"config_groups": {"a": {"weights": {**INT4, "strategy": "channel"}}}})
+        .formats
+    )
+    assert form.block == (1, None)
+
+
 def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
     for kind, changes in (
         ("nvfp4", {}),
@@ -341,8 +389,16 @@ BROKEN = {
         {"weight_zero_point": TensorSpec((4, 2), torch.int32)},
         "weight_zero_point is beside codes that have none",
     ),
-    "inputs that are scaled too": ("mxfp4", {"pre_quant_scale": ONE}, "pre_quant_scale is beside codes"),
-    "a divisor nobody told of": ("mxfp4", {"weight_global_scale": ONE}, "weight_global_scale is beside codes"),
+    **{
+        f"{name} nobody told of": ("mxfp4", {name: spec}, f"{name} is beside codes that have none")
+        for name, spec in {
+            "pre_quant_scale": ONE,
+            "weight_global_scale": ONE,
+            "weight_scale_2": ONE,
+            "weight_zero_point": TensorSpec((4, 2), torch.int32),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }.items()
+    },
     "no zero points": ("int4 zeros", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
     "zero points for each row": (
         "int4 zeros",
@@ -371,8 +427,29 @@ def test_a_fixed_scale_of_inputs_is_one_number(method, scheme):
     given = method.scales(WEIGHT, specs[WEIGHT], scheme).input
     assert (given is not None) is (scheme == "static")
     if given:
-        with pytest.raises(DamagedCheckpoint, match="not one scale"):
-            stored_scales(config, specs | {given: TensorSpec((2,), torch.float32)})
+        for shape in ((2,), (2, 2)):
+            with pytest.raises(DamagedCheckpoint, match="not one scale"):
+                stored_scales(config, specs | {given: TensorSpec(shape, torch.float32)})
+        for shape in ((), (1,), (1, 1)):
+            found = stored_scales(config, specs | {given: TensorSpec(shape, torch.bfloat16)})
+            assert found[WEIGHT].input == given
+
+
+def test_experts_of_four_bits_have_no_fixed_inputs_beside_fp8_that_has():
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}
+    experts, fp8 = "model.layers.0.mlp.experts.0.w1", "model.layers.0.self_attn.o_proj"
+    found = stored_scales(
+        {"quantization_config": config},
+        {
+            f"{experts}.weight": TensorSpec((32, 32), torch.int8),
+            f"{experts}.weight_scale_inv": TensorSpec((32, 2), torch.float8_e8m0fnu),
+            f"{fp8}.weight": TensorSpec((128, 128), CODES),
+            f"{fp8}.weight_scale_inv": TensorSpec((1, 1), torch.float32),
+            f"{fp8}.activation_scale": ONE,
+        },
+    )
+    assert (found[f"{experts}.weight"].block, found[f"{experts}.weight"].input) == ((1, 32), None)
+    assert found[f"{fp8}.weight"].input == f"{fp8}.activation_scale"
 
 
 def test_what_names_no_method_is_told_from_what_names_none():

@@ -21,7 +21,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
 from precisionctl.conversion.command import execute
-from precisionctl.errors import DamagedCheckpoint, MappingError
+from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownFormat
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
@@ -294,15 +294,23 @@ def test_encodings_of_another_model_are_refused(tmp_path: Path) -> None:
         plan_command(Request(tmp_path / "two", tmp_path / "back", "hf", precision="fp8"))
 
 
-def edited(path: Path, **fields: object) -> None:
-    """Rewrite the metadata of a file of encodings, as somebody with bad intentions could."""
-    coded = encodings_file.find(path)
-    assert coded is not None
-    tensors = {name: read_tensor(coded.stored, name) for name in coded.stored.specs}
-    text = encodings_file.read_described(path / encodings_file.RELATIVE)[1]["precisionctl"]
-    said = json.loads(text)
-    said |= fields
-    save_file(tensors, path / encodings_file.RELATIVE, metadata={"precisionctl": json.dumps(said)})
+@pytest.fixture(scope="module")
+def encodings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of encodings of values that were codes in blocks."""
+    room = tmp_path_factory.mktemp("encodings")
+    fp8_directories.make(room / "fp8", "fp8-block")
+    run(room / "fp8", room / "hf", "hf")
+    return room / "hf" / encodings_file.RELATIVE
+
+
+def edited(file: Path, directory: Path, **fields: object) -> None:
+    """Put the file into a directory with other metadata, as somebody with bad intentions could."""
+    said = json.loads(encodings_file.read_described(file)[1]["precisionctl"]) | fields
+    (directory / encodings_file.RELATIVE).parent.mkdir()
+    further = {"two": torch.ones(2), "zeros": torch.zeros(1, 1, dtype=torch.int32)}
+    save_file(
+        load_file(file) | further, directory / encodings_file.RELATIVE, metadata={"precisionctl": json.dumps(said)}
+    )
 
 
 WEIGHT = {
@@ -312,44 +320,46 @@ WEIGHT = {
     "scale_inv": f"{UP}_scale_inv",
     "input_scale_inv": None,
 }
+CONTRADICTORY: list[dict[str, object]] = [
+    *({"codes": codes} for codes in ("I64", "BF16", "X", None)),
+    *({"shape": shape} for shape in ([0, 64], [-1, 64], [96.0, 64], [True, 64], [1 << 40, 64], 3)),
+    *({"block": block} for block in ([0, 1], [1, 0], [1, -1], [1.0, 1], [1, 1 << 40], [1], 128, [1, 1])),
+    {"scale_inv": "x"},
+    {"input_scale_inv": 3},
+    {"input_scale_inv": "two"},
+    {"zero_points": "zeros"},
+    {"packed": ["NVFP4", "E2M1", "U8", "_packed", None]},
+]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"format_version": 9},
+        {"format_version": None},
         {"weights": 3},
-        {"weights": {UP: {**WEIGHT, "codes": "I64"}}},
-        {"weights": {UP: {**WEIGHT, "block": [0, 1]}}},
-        {"weights": {UP: {**WEIGHT, "scale_inv": "x"}}},
-        {"weights": {UP: {**WEIGHT, "input_scale_inv": 3}}},
-        {
-            "weights": {
-                UP: {
-                    "codes": "F8_E4M3",
-                    "shape": [96, 64],
-                    "block": [1, 1],
-                    "scale_inv": f"{UP}_scale_inv",
-                    "input_scale_inv": None,
-                }
-            }
-        },
         {"quantization_config": 7},
-        {"files": {"config.json": 3}},
+        {"files": 3},
         {"of_weights": 3},
+        *({"weights": {UP: WEIGHT | changes}} for changes in CONTRADICTORY),
     ],
+    ids=str,
 )
-def test_encodings_that_contradict_themselves_are_one_error(tmp_path: Path, fields: dict[str, object]) -> None:
-    fp8_directories.make(tmp_path / "fp8", "fp8-block")
-    run(tmp_path / "fp8", tmp_path / "hf", "hf")
-    edited(tmp_path / "hf", **fields)
-    if fields == {"files": {"config.json": 3}}:
-        coded = encodings_file.find(tmp_path / "hf")
-        assert coded is not None and not coded.files  # no file but the one that it may be
-        return
-    with pytest.raises(Exception, match="encodings") as found:
-        encodings_file.find(tmp_path / "hf")
-    assert type(found.value).__name__ in ("DamagedCheckpoint", "UnknownFormat")
+def test_encodings_that_contradict_themselves_are_one_error(
+    encodings: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    edited(encodings, tmp_path, **fields)
+    with pytest.raises(
+        (DamagedCheckpoint, UnknownFormat), match="the encodings make no sense|of another format version"
+    ):
+        encodings_file.find(tmp_path)
+
+
+def test_of_encodings_only_what_they_are_known_by_is_read(encodings: Path, tmp_path: Path) -> None:
+    edited(encodings, tmp_path, weights={UP: WEIGHT}, files={"config.json": 3, encodings_file.QUANT_CONFIG: "{}"})
+    coded = encodings_file.find(tmp_path)
+    assert coded is not None and coded.files == {encodings_file.QUANT_CONFIG: b"{}"}
+    assert coded.weights.keys() == {UP} and coded.has_fixed_scales  # the tensors that belong to none
 
 
 def test_encodings_cut_short_are_damage(tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
-from precisionctl.trainer.model.computes import BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
+from precisionctl.recipe import load_recipe
+from precisionctl.trainer.model.computes import BESIDE_DELTA_NETS, BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.settings import check_length
 
 BF16 = Precision(fp8=False)
 
@@ -118,7 +120,11 @@ READ: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("learnable", "off-by-one", "vanilla"),
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
+    "attention_output_gate": (True, False),
     "experimental_attention_variant": ("gated_delta_net", None),
+    "linear_attention_freq": (3, [1, 0, 1, 0]),
+    **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"), (2,)),
+    **dict.fromkeys(("linear_num_value_heads", "linear_conv_kernel_dim"), (8,)),
     **dict.fromkeys(("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"), (3,)),
     **dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"), (5,)),
     "dsa_indexer_rope_interleaved": (True, False),
@@ -199,6 +205,7 @@ EXPERTS = dataclasses.replace(
     DENSE, moe=MoE(8, 4, 12, (False, True), 8, "softmax", True, 1.5, True, False, 4, 2, 1), ffn_hidden_size=24
 )
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
+DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 SCALED = dataclasses.replace(
@@ -238,6 +245,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "window_layers": (False, True),
             "rope_layers": (False, True),
             "qk_layernorm": True,
+            "attention_output_gate": True,
             "query_pre_attn_scalar": 9.0,
             "attn_logit_softcapping": 0.1,
             "final_logit_softcapping": 0.1,
@@ -256,8 +264,11 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "num_attention_heads": 2,
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
+            "gdn": DELTA.gdn,
         }.items()
     ),
+    (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),
+    (DENSE, {"rope_scaling": LONG | {"factor": 1.0}}),
     (NO_WINDOW, {"num_layers": 1}),
     (PARALLEL, {"shared_layernorm": True}),
     (NORMED, {"qk_layernorm_over_heads": True}),
@@ -296,6 +307,9 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "shared_expert_gate": True,
         }.items()
     ),
+    *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
+    (DELTA, {"gdn.num_key_heads": 4}),
+    (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
     (LATENT, {"dsa": INDEXED.dsa}),
 ]
@@ -325,6 +339,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
+    (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
@@ -389,6 +404,8 @@ def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_r
     assert torch.equal(logits(other), logits(model))
     with pytest.raises(RecipeError, match="a text of 14 tokens, of which sparse attention would choose"):
         GPT(other, BF16)(torch.arange(14)[None])
+    with pytest.raises(RecipeError, match="beyond what the trainer computes of sparse attention: 1[23]"):
+        check_length(load_recipe("bf16", ["data.sequence_length=14"]), other)
 
 
 def test_every_field_of_a_model_is_one_of_those_above() -> None:
@@ -396,20 +413,20 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, INDEXED) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, INDEXED, DELTA) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
         f"{group}.{field.name}"
-        for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA))
+        for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet))
         for field in dataclasses.fields(kind)
     }
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
 
 
 def _other_than(value: object) -> object:
-    return not value if isinstance(value, bool) else 0.5
+    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 0.5
 
 
 @pytest.mark.parametrize(
@@ -420,6 +437,7 @@ def _other_than(value: object) -> object:
         (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
         *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
+        *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
     ],
     ids=str,
 )

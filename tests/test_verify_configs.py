@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import in_memory
 import pico
 import pytest
 import torch
 from checkpoint_mutations import changed_configs
 from transformers import AutoModelForCausalLM
 
+from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
 from precisionctl.verify import not_compared
@@ -90,6 +93,21 @@ def test_what_a_quantizer_says_of_itself_is_left_out_and_nulls_of_compressed_ten
     assert len(unequal({"x": None}, {})) == 1
     lines, (left_out,) = compare_quantization({"quant_method": "fp8", "x": 1}, {"quant_method": "mxfp8"})
     assert lines == [] and (left_out.topic, left_out.what) == ("one quantization", "fp8 / mxfp8")
+
+
+def test_another_name_for_the_same_function_is_no_difference_and_one_config_alone_is_said(tmp_path: Path) -> None:
+    pico.save(tmp_path / "llama", "llama-2", num_hidden_layers=1)
+    shutil.copytree(tmp_path / "llama", tmp_path / "mistral")
+    path = tmp_path / "mistral" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "mistral", "sliding_window": None}
+    path.write_text(json.dumps(config | {"architectures": ["MistralForCausalLM"]}))
+    one, other = (HuggingFaceReader(tmp_path / name) for name in ("llama", "mistral"))
+    assert not any("model_type" in line for line in compare(one, other).settings)
+    assert one.model.differences(other.model) == {}
+    tensors = {name: read_tensor(one, name) for name in one.specs}
+    bare = in_memory.InMemory(one.model, "hf", tensors)
+    for a, b, said in ((one, bare, ["only A has one"]), (bare, one, ["only B has one"]), (bare, bare, [])):
+        assert [each.what for each in compare(a, b).not_compared if each.topic == "one config"] == said
 
 
 def test_the_document_has_the_list_of_what_is_not_compared() -> None:

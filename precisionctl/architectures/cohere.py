@@ -56,4 +56,5 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, Only("use_qk_norm", False), rope(500000.0)),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="this project",
 )

@@ -34,7 +34,7 @@ def _bias(module: str) -> tuple[Row, ...]:
     return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
 
 
-_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"))  # as stored, and as in transformers' memory
+_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), in_memory=True)
 
 
 def _read_layers(config: Config, where: object) -> Fields:
@@ -86,4 +86,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

@@ -19,7 +19,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.gemma_rows import NOTE, POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import ATTENTION, EMBEDDING, FINAL_NORM, MLP, OUTPUT, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -66,5 +66,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="Megatron-Bridge",
 )

@@ -16,4 +16,5 @@ ARCHITECTURE = Architecture(
     config=(*OF_ALL_GEMMAS, activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"), rope()),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

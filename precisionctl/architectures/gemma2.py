@@ -22,7 +22,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.gemma_rows import NOTE, ROWS
+from precisionctl.architectures.gemma_rows import ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
@@ -58,5 +58,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="Megatron-Bridge",
 )

@@ -6,7 +6,7 @@ Trap: layers with the window have a rotary base of their own, and the others' sc
 
 from precisionctl.architectures.config_keys import Always, Key, all_but_every, sliding_window
 from precisionctl.architectures.gemma2 import COMMON
-from precisionctl.architectures.gemma_rows import NOTE, ROWS
+from precisionctl.architectures.gemma_rows import ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
@@ -24,5 +24,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="Megatron-Bridge",
 )

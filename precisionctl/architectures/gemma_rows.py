@@ -39,8 +39,3 @@ ROWS = (
     *FINAL_NORM,
     *OUTPUT,
 )
-
-NOTE = (
-    "The norms after each block have Megatron-Bridge's names (linear_proj.post_layernorm, linear_fc2.post_layernorm): "
-    "Megatron-Core alone does not have them."
-)

@@ -5,7 +5,7 @@ the MLP, and `post_self_attn_layernorm` that after attention.
 """
 
 from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, tied
-from precisionctl.architectures.gemma_rows import NOTE, POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
@@ -46,5 +46,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="this project",
 )

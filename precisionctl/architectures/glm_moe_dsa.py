@@ -4,7 +4,7 @@ Traps: a layer without an indexer sees the keys that the last one chose; the ind
 pairs, too.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Rule, layers
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers
 from precisionctl.architectures.deepseek_keys import groups
 from precisionctl.architectures.deepseek_rows import MTP_ALIASES
 from precisionctl.architectures.deepseek_v32 import COMMON, ROWS
@@ -37,7 +37,7 @@ ARCHITECTURE = Architecture(
     config=(
         *COMMON,
         Key("dsa.n_heads", "index_n_heads", 32),
-        Always("dsa.rope_interleaved", True),
+        Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
         Rule(
             ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
             _read_layers,

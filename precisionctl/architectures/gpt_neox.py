@@ -119,7 +119,7 @@ ARCHITECTURE = Architecture(
         ),
         Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
         Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
-        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT),
+        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, in_memory=True),
     ),
     config=(
         *SIZES,
@@ -139,4 +139,5 @@ ARCHITECTURE = Architecture(
         "gpt_neox.layers.{layer}.attention.masked_bias",
         "gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq",
     ),
+    names_by="this project",
 )

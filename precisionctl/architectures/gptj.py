@@ -120,4 +120,5 @@ ARCHITECTURE = Architecture(
         "transformer.h.{layer}.attn.masked_bias",
         "transformer.h.{layer}.attn.embed_positions",
     ),
+    names_by="this project",
 )

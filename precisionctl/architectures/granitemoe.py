@@ -32,7 +32,7 @@ ARCHITECTURE = Architecture(
         *ATTENTION_NORM,
         *ATTENTION,
         *MOE_NORM,
-        Either(renamed((*ROUTER, *FUSED), _NAMES), renamed((*ROUTER, *FUSED), _IN_MEMORY)),
+        Either(renamed((*ROUTER, *FUSED), _NAMES), renamed((*ROUTER, *FUSED), _IN_MEMORY), in_memory=True),
         *FINAL_NORM,
         *OUTPUT,
     ),
@@ -44,4 +44,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="this project",
 )

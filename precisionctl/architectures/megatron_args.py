@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, ModelShape, MoE, check_size, real
+from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, GatedDeltaNet, ModelShape, MoE, check_size, real
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -21,8 +21,7 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("attention_output_gate", "qk_l2_norm", "experimental_attention_variant", "moe_latent_size"),
-    *("linear_attention_freq", "heterogeneous_block_specs", "is_hybrid_model"),
+    *("qk_l2_norm", "moe_latent_size", "heterogeneous_block_specs", "is_hybrid_model"),
     *("apply_residual_connection_post_layernorm", "moe_apply_probs_on_input", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
@@ -54,6 +53,15 @@ _MOE = {  # argument, field of MoE
     "moe_router_num_groups": "num_groups",
     "moe_router_group_topk": "group_topk",
 }
+_DELTA_NET = {  # argument, field of GatedDeltaNet
+    "linear_num_key_heads": "num_key_heads",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_key_head_dim": "key_head_dim",
+    "linear_value_head_dim": "value_head_dim",
+    "linear_conv_kernel_dim": "conv_kernel_dim",
+}
+_DELTA_NET_NAMES = ("gated_delta_net", "gdn")
+"""Of `experimental_attention_variant`: the second since 2026, which still takes the first."""
 _DSA = {  # argument, field of DSA
     "dsa_indexer_n_heads": "n_heads",
     "dsa_indexer_head_dim": "head_dim",
@@ -82,6 +90,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **_mla_args(model),
         **_dsa_args(model),
         **_moe_args(model),
+        **_delta_net_args(model),
         "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
@@ -200,6 +209,15 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
+def _delta_net_args(model: ModelShape) -> dict[str, Any]:
+    args: dict[str, Any] = {"attention_output_gate": True} if model.attention_output_gate else {}
+    if model.gdn is None:  # megatron-core before 0.15 does not know the words
+        return args
+    args |= {argument: getattr(model.gdn, field) for argument, field in _DELTA_NET.items()}
+    args["experimental_attention_variant"] = _DELTA_NET_NAMES[0]
+    return args | {"linear_attention_freq": [int(each) for each in model.gdn.layers]}
+
+
 def as_in_megatron(model: ModelShape) -> ModelShape:
     """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments."""
     return read_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
@@ -219,7 +237,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     """
     try:
         for name in WITHOUT:
-            if args.get(name) and (name, args[name]) != ("experimental_attention_variant", "dsa"):
+            if args.get(name):
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
         return _read(args, padded_vocab_size, where)
@@ -277,9 +295,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         mlp_bias=biased,
         add_bias_linear=biased,
         add_qkv_bias=bool(args.get("add_qkv_bias")),
+        attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
         dsa=_read_dsa(args, num_layers),
         moe=_read_moe(args, num_layers, biased, where),
+        gdn=read_delta_net(args),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
         **_read_activation(args),
     )
@@ -367,6 +387,18 @@ def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: obj
     found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
+
+
+def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
+    """What the arguments say of layers with a gated delta net: `N` gives attention to every N-th layer, a list has 1
+    for a delta net. None where there are none."""
+    known = (None, "dsa", *_DELTA_NET_NAMES)
+    if _one_of(args, "experimental_attention_variant", known, None, "") not in _DELTA_NET_NAMES:
+        return None
+    frequency, numbers = args["linear_attention_freq"], range(1, args["num_layers"] + 1)
+    listed = [number % frequency for number in numbers] if isinstance(frequency, int) else frequency
+    sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
+    return GatedDeltaNet(tuple(bool(each) for each in listed), **sizes)
 
 
 def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:

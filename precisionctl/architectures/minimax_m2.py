@@ -58,6 +58,7 @@ ARCHITECTURE = Architecture(
         Either(
             (*renamed(EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
             (*renamed(EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
+            in_memory=True,
         ),
         *FINAL_NORM,
         *OUTPUT,
@@ -83,4 +84,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

@@ -35,4 +35,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="Megatron-Bridge",
 )

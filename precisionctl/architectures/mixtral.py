@@ -56,6 +56,7 @@ EXPERTS = Either(
         ),
     ),
     (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
+    in_memory=True,
 )
 
 ARCHITECTURE = Architecture(

@@ -4,7 +4,7 @@ Experts come under a number each, as transformers saves them, or fused in one te
 transformers 5 has them in memory.
 """
 
-from precisionctl.architectures.param_map import Either, Row, when
+from precisionctl.architectures.param_map import Either, Row, renamed, when
 from precisionctl.architectures.rearrange import GAMMA, GATE_UP, SAME
 from precisionctl.param import COLUMNS, GATED_ROWS
 
@@ -64,6 +64,18 @@ SHARED_EXPERTS = (
     ),
 )
 
+GATED_SHARED_EXPERT = (
+    *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+    Row(
+        "model.layers.{layer}.mlp.shared_expert_gate.weight",
+        "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+        (1, "hidden_size"),
+        present=when("shared_expert_gate"),
+        layers="moe",
+    ),
+)
+"""One, that each token lets through by a gate of its own (Qwen)."""
+
 FC1 = "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}"
 FC2 = "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}"
 FC1_SIZES = ("expert_fc1_size", "hidden_size")
@@ -106,5 +118,6 @@ EXPERTS = (
             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
         ),
         FUSED,
+        in_memory=True,
     ),
 )

@@ -5,7 +5,7 @@ Trap: `post_attention_layernorm` is what its name says here, and not Llama's nor
 """
 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, tied
-from precisionctl.architectures.gemma_rows import NOTE, POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
     FINAL_NORM,
@@ -52,5 +52,5 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, rope()),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="this project",
 )

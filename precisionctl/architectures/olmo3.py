@@ -4,7 +4,6 @@ Trap: layers with the window take no part in the scaling of rotary embeddings.
 """
 
 from precisionctl.architectures.config_keys import all_but_every, sliding_window
-from precisionctl.architectures.gemma_rows import NOTE
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.olmo2 import COMMON, ROWS
 from precisionctl.architectures.param_map import Architecture
@@ -16,5 +15,5 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, rope_by_kind(500000.0, 500000.0), sliding_window(all_but_every(4), absent=4096)),
     aliases=(TIED,),
     derived=ROTARY,
-    note=NOTE,
+    names_by="this project",
 )

@@ -51,11 +51,15 @@ def when(switch: str) -> Condition:
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers. `layers` says
-    in which layers there is one: those whose MLP is dense, those with experts, those with an indexer, or all. `gemm`
-    says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype`
-    says whether values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's
-    names, where those are not the ones to write.
+    `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
+    tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
+    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, or an
+    indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay
+    in BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as
+    stored whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its
+    way: with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the
+    parameter of that name beside it, that dtype. `as_stored` is the same row under the source's names, where those are
+    not the ones to write.
     """
 
     names: str | tuple[str, ...]
@@ -64,9 +68,12 @@ class Row:
     rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
-    layers: Literal["all", "dense", "moe", "indexed"] = "all"
+    parts: str | None = None
+    layers: Literal["all", "dense", "moe", "attention", "gdn", "indexed"] = "all"
     gemm: bool = False
+    values: tuple[str, ...] = ()
     keeps_dtype: bool = False
+    wide_beside: str | None = None
     as_stored: "Row | None" = None
 
     @property
@@ -86,6 +93,10 @@ class Row:
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
         return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
+
+    def cut(self, model: ModelShape) -> Parallel:
+        """How tensor parallelism cuts the Megatron tensor of a model."""
+        return replace(self.parallel, parts=attrgetter(self.parts)(model)) if self.parts else self.parallel
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -132,6 +143,8 @@ class Row:
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if self.layers in ("attention", "gdn"):
+            return model.has_delta_net(layer) == (self.layers == "gdn")
         if self.layers == "indexed":
             return model.has_indexer(layer)
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
@@ -148,17 +161,12 @@ class Row:
 class Either:
     """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
     Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is written only where
-    weights become the codes again that they were."""
+    weights become the codes again that they were. The second may be what transformers' class has `in_memory`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     only_read: bool = False
-
-    @property
-    def second_is_in_memory(self) -> bool:
-        """Whether the second are transformers' names in memory: experts in one tensor, and any output is `lm_head`."""
-        stored = [name for row in self.second for name in row.hf]
-        return not self.only_read and any("[{expert}]" in name or name == "lm_head.weight" for name in stored)
+    in_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,8 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `note` is what else whoever converts one should know.
+    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
+    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has.
     """
 
     model_types: Mapping[str, str]
@@ -187,7 +196,7 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
-    note: str = ""
+    names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
 
     def spelled(
         self,
@@ -204,7 +213,7 @@ class Architecture:
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.second_is_in_memory):
+            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.in_memory):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _any_stored(row.second, stored, model):
@@ -233,6 +242,11 @@ def filled(template: str, place: Place) -> str:
     for key, number in place.items():
         template = template.replace(f"{{{key}}}", str(number))
     return template
+
+
+def only_in(layers: Literal["attention", "gdn"], rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, of such layers alone."""
+    return tuple(replace(row, layers=layers) for row in rows)
 
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:

@@ -25,8 +25,8 @@ from precisionctl.architectures.llama_rows import (
     ROTARY,
     TIED,
 )
-from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Row, renamed, when
+from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
+from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3_moe import EXPERT_KEYS
 from precisionctl.architectures.rope import rope
 
@@ -46,14 +46,7 @@ ARCHITECTURE = Architecture(
         *MLP,
         *MOE_NORM,
         *ROUTER,
-        *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
-        Row(
-            "model.layers.{layer}.mlp.shared_expert_gate.weight",
-            "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
-            (1, "hidden_size"),
-            present=when("shared_expert_gate"),
-            layers="moe",
-        ),
+        *GATED_SHARED_EXPERT,
         *EXPERTS,
         *FINAL_NORM,
         *OUTPUT,

@@ -53,13 +53,13 @@ SCORES = Rule(
     lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
 )
 
-EXPERT_KEYS: tuple[Entry, ...] = (
+EXPERTS_OF_LAYERS: tuple[Entry, ...] = (
     Key("moe.num_experts", "num_experts", older="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
     Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
-    SCORES,
 )
+EXPERT_KEYS: tuple[Entry, ...] = (*EXPERTS_OF_LAYERS, SCORES)
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},

@@ -59,18 +59,28 @@ class Vocabulary(_RowPermutation):
 class Grouped(_RowPermutation):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
 
-    No rotary permutation: both sides rotate halves.
+    With an output gate, Hugging Face's queries are `q_0, gate_0, q_1, gate_1, ...`, and Megatron's groups
+    `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves.
     """
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        grouped = [part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
+        query, key, value = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
+        if model.attention_output_gate:
+            query = self._with_gates(query, (-1, 2), model)
+        return torch.cat([query, key, value], dim=1).flatten(0, 1)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
-        parts = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
-        return tuple(part.flatten(0, 1) for part in parts)
+        queries = grouped.shape[1] - 2 * model.kv_channels
+        query, key, value = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
+        if model.attention_output_gate:
+            query = self._with_gates(query, (2, -1), model)
+        return tuple(part.flatten(0, 1) for part in (query, key, value))
+
+    def _with_gates(self, query: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
+        """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""
+        heads = query.reshape(query.shape[0], *order, model.kv_channels, *query.shape[2:])
+        return heads.transpose(1, 2).flatten(1, 3)
 
 
 class Halves(_RowPermutation):
@@ -81,6 +91,38 @@ class Halves(_RowPermutation):
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return whole.chunk(2)
+
+
+class DeltaNetByHead(_RowPermutation):
+    """The input projection of a gated delta net. Megatron has all queries, then all keys, values, output gates (z),
+    beta and alpha. Hugging Face has two tensors that go by key head, each with the value heads that it serves
+    (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
+    """
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        assert model.gdn
+        heads, kinds = model.gdn.num_key_heads, list[Tensor]()
+        for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
+            by_head = part.reshape(heads, -1, *part.shape[1:])
+            kinds += torch.split(by_head, [size // heads for size in sizes], dim=1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        assert model.gdn
+        kinds = torch.split(whole, list(model.gdn.in_proj_parts))
+        by_head = [kind.reshape(model.gdn.num_key_heads, -1, *kind.shape[1:]) for kind in kinds]
+        return tuple(torch.cat(those, dim=1).flatten(0, 1) for those in (by_head[:4], by_head[4:]))
+
+
+class DeltaNetByKind(_RowPermutation):
+    """The same, of four tensors in Hugging Face: queries, keys and values; output gates; betas; alphas (Qwen3.5)."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        assert model.gdn
+        return torch.split(whole, [model.gdn.conv_size, *model.gdn.in_proj_parts[3:]])
 
 
 @dataclass(frozen=True)
@@ -158,17 +200,24 @@ class OtherHalfFirst(_Computation):
         return (self.merge((whole,), model),)
 
 
+@dataclass(frozen=True)
 class Gamma:
-    """A norm's weight, which either side may store as its difference from 1. The 1 is added or subtracted in FP32."""
+    """A norm's weight, which either side may store as its difference from 1; one that is `ordinary` in Hugging Face is
+    not so stored there, whatever others are. The 1 is added or subtracted in FP32."""
+
+    ordinary: bool = False
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return self._shifted(parts[0], int(model.hf_zero_centered_gamma) - int(model.zero_centered_gamma))
+        return self._shifted(parts[0], -self._less_in_megatron(model))
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (self._shifted(whole, int(model.zero_centered_gamma) - int(model.hf_zero_centered_gamma)),)
+        return (self._shifted(whole, self._less_in_megatron(model)),)
 
     def is_row_permutation(self, model: ModelShape) -> bool:
-        return model.zero_centered_gamma == model.hf_zero_centered_gamma
+        return not self._less_in_megatron(model)
+
+    def _less_in_megatron(self, model: ModelShape) -> int:
+        return model.zero_centered_gamma - (model.hf_zero_centered_gamma and not self.ordinary)
 
     def _shifted(self, values: Tensor, by: int) -> Tensor:
         return (values.float() + by).to(values.dtype) if by else values
@@ -179,6 +228,9 @@ VOCABULARY = Vocabulary()
 QKV = Grouped()
 GATE_UP = Halves()
 GAMMA = Gamma()
+ORDINARY_GAMMA = Gamma(ordinary=True)
+BY_HEAD = DeltaNetByHead()
+BY_KIND = DeltaNetByKind()
 SQUEEZED = Squeezed()
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

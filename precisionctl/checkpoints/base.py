@@ -8,6 +8,7 @@ data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -216,15 +217,21 @@ def whole(spec: TensorSpec) -> Box:
 def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
     """The boxes that each of `size` tensor-parallel ranks has of a tensor. A replicated tensor is only rank 0's.
 
-    Of rows in two parts (gate and up), each rank has one box in each part. The plan has checked divisibility.
+    Of rows in several parts (gate and up), each rank has one box in each part. The plan has checked divisibility.
     """
     match spec.parallel.kind:
         case "replicated":
             return [[whole(spec)]] + [[] for _ in range(size - 1)]
         case "rows":
-            part, step = spec.rows // spec.parallel.parts, spec.rows // (spec.parallel.parts * size)
-            starts = [[p * part + rank * step for p in range(spec.parallel.parts)] for rank in range(size)]
-            return [[Box(start, step, 0, spec.columns) for start in row] for row in starts]
+            parts = spec.parallel.rows_of_parts(spec.rows)
+            starts = [0, *accumulate(parts)]
+            return [
+                [
+                    Box(start + rank * (rows // size), rows // size, 0, spec.columns)
+                    for start, rows in zip(starts, parts, strict=False)
+                ]
+                for rank in range(size)
+            ]
         case "columns":
             step = spec.columns // size
             return [[Box(0, spec.rows, rank * step, step)] for rank in range(size)]

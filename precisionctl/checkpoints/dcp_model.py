@@ -5,29 +5,23 @@ is read with it where parameters have names in it.
 `.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 
-from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import dcp, torchtitan
-from precisionctl.checkpoints.base import Chunk, Companions, Hints, whole
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.base import Chunk, Hints, whole
 from precisionctl.checkpoints.dcp_optimizer import split_off
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
-from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
+from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
-from precisionctl.param import STATE, Layout, TensorSpec
-from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.param import STATE, TensorSpec
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -49,7 +43,6 @@ _INSIDE_MODEL = (
 """What comes next where `model.`, or the name of an application's own dict, is not the model's."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
-_TRAINER_STATE = "trainer_state.json"
 
 
 def directory_of(path: Path) -> Path | None:
@@ -57,7 +50,7 @@ def directory_of(path: Path) -> Path | None:
     return next((each for each in (path, path / ACCELERATE) if (each / dcp.FILE).is_file()), None)
 
 
-class DcpModelReader:
+class DcpModelReader(TrainerDirectory):
     """A model's weights in a DCP directory, and AdamW's moments, in the same one or in accelerate's beside it
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
@@ -65,25 +58,25 @@ class DcpModelReader:
     config.json says which model it is.
     """
 
-    layout: Layout = "hf"
     container = "dcp"
-    encodings: Mapping[str, Encoding] = {}
 
     def __init__(
         self, path: Path, directory: Path, index: dcp.Index, hints: Hints, index_of_optimizer: dcp.Index | None = None
     ) -> None:
-        self.path, self._directory, self._hints = path, directory, hints
+        super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory)
         weights, self._optimizer = split_off(index)
         if index_of_optimizer:
             self._optimizer = split_off(index_of_optimizer)[1]
         self.left = self._optimizer.others
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
+        for each in filter(None, (index, index_of_optimizer)):
+            _check_apart(each, path)
         prefixes = {kind: f"{STATE}{kind}." if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
-        if torchtitan.EMBEDDING in tensors[""] and self.model.architecture == "llama":
+        if torchtitan.EMBEDDING in tensors[""] and says_its_model(self) and self.model.architecture == "llama":
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}
@@ -124,43 +117,11 @@ class DcpModelReader:
     @cached_property
     def iteration(self) -> int | None:
         """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
-        path = self.path / _TRAINER_STATE
-        if has_file(path, self.path):
-            step = parse_json(read_file(path, self.path), path).get("global_step")
-            if type(step) is not int or not 0 <= step < 1 << 63:
-                raise DamagedCheckpoint("it names no step", where=path)
+        if (step := trainer_step(self.path)) is not None:
             return step
         with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
             return self.trainer_run.updates
         return None
-
-    @cached_property
-    def own_companions(self) -> Companions:
-        found = read_companions(self.path)
-        if "config.json" not in found.files and self._directory != self.path:
-            found = read_companions(self._directory)
-        return replace(found, notes=())
-
-    @property
-    def companions(self) -> Companions:
-        """Those of the reference that a user has named, else those beside the checkpoint."""
-        return self._hints.companions or self.own_companions
-
-    @cached_property
-    def model(self) -> ModelShape:
-        if "config.json" not in self.companions.files:
-            raise CheckpointError(
-                "a PyTorch checkpoint (DCP) does not say which model it is",
-                where=self.path,
-                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
-                "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
-            )
-        path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path)
-
-    @cached_property
-    def fp8(self) -> Fp8States | None:
-        return sidecar.find(self.path)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -171,6 +132,19 @@ class DcpModelReader:
         if isinstance(place, str):
             return self._stored.chunks(place)
         return [Chunk(whole(self._spec(place)), place)]
+
+
+def _check_apart(index: dcp.Index, where: Path) -> None:
+    """Raise DamagedCheckpoint for tensors on the same bytes: a few bytes could stand for any number of them."""
+    spans = sorted(
+        (str(piece.span.path), piece.span.offset, piece.span.length, name)
+        for name, tensor in index.tensors.items()
+        for piece in tensor.pieces
+    )
+    for (path, start, length, name), (next_path, next_start, _, other) in itertools.pairwise(spans):
+        if path == next_path and next_start < start + length:
+            what = f"`{name}` and `{other}` are on the same bytes"
+            raise DamagedCheckpoint(what, where=where, do="No trainer saves that: do not trust it.")
 
 
 class DcpTensors:

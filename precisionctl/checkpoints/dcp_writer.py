@@ -3,7 +3,6 @@
 
 import itertools
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -125,10 +124,9 @@ class DcpWriter:
         if not self._run or not moments:
             return
         decays = {stored_name(name)[0]: len(spec.shape) > 1 for name, spec in moments.items()}
-        count = torch_zip_writer.record(torch.float32, ())
+        count = torch_zip_writer.dump(torch.tensor(float(self._run.updates)))
         for name in decays:
-            archive = count.head + struct.pack("=f", self._run.updates) + count.tail
-            yield ("optimizer", "state", name, "step"), archive, ()
+            yield ("optimizer", "state", name, "step"), count, ()
         settings = _ADAMW | dict(self._run.settings)
         settings |= {"initial_lr": self._run.settings.get("initial_lr", settings["lr"])} | _SWITCHES
         for number, undecayed in enumerate((False, True)):

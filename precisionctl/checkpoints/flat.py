@@ -1,8 +1,9 @@
 """Tensors that trainers store flat: as runs of elements, which begin and end anywhere, also in the middle of a row."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -106,3 +107,14 @@ class FlatTensor:
         spec = TensorSpec(self.spec.shape[1:], self.spec.dtype)
         for index in range(self.spec.rows):
             yield FlatTensor(spec, Within(self.flat, index * self.spec.columns))
+
+
+class FlatTensors:
+    """Flat tensors by name, as a source of rows. Of many ranks a tensor has thousands of chunks: a few are kept."""
+
+    def __init__(self, tensors: Mapping[str, FlatTensor]) -> None:
+        self.specs: Mapping[str, TensorSpec] = {name: one.spec for name, one in tensors.items()}
+        self._chunks = lru_cache(maxsize=64)(lambda name: tuple(tensors[name].chunks()))
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks(name)

@@ -12,6 +12,7 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
@@ -112,7 +113,7 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
 
 def _of_a_family(reader: Reader) -> bool:
     """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
-    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel)
+    return reader.layout == "hf" and says_its_model(reader) and not isinstance(reader.model, UntabledModel)
 
 
 def _common_wrapper(reader: Reader) -> str | None:
@@ -131,7 +132,9 @@ TENSORS = (
         f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
         f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
-        lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
+        lambda reader: (
+            _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) and says_its_model(reader) else None
+        ),
     ),
     Foreign(
         "the optimizer of a PyTorch checkpoint (DCP), without its model",

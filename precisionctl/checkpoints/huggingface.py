@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,20 +12,22 @@ from typing import Any
 import torch
 
 from precisionctl.architectures.families import read_model
-from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
+from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, cache_scales, coded_weights
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -138,15 +141,39 @@ class HuggingFaceReader:
     def fp8(self) -> Fp8States | None:
         return self.live_fp8 or sidecar.find(self.path)
 
-    @property
+    @cached_property
     def iteration(self) -> int | None:
-        return self.fp8.iteration if self.fp8 else None
+        if self.fp8 or not self._optimizer:
+            return self.fp8.iteration if self.fp8 else None
+        if (step := trainer_step(self.path)) is not None:
+            return step
+        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+            return self.trainer_run.updates
+        return None
+
+    @cached_property
+    def _optimizer(self) -> NumberedOptimizer | None:
+        """That of Hugging Face's Trainer, where it has saved one."""
+        path = self.path / numbered_optimizer.FILE
+        return NumberedOptimizer(path, self.specs) if has_file(path, self.path) else None
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        return self._optimizer.specs if self._optimizer else {}
+
+    @property
+    def trainer_run(self) -> TrainerRun:
+        if self._optimizer is None:
+            raise CheckpointError("there is no optimizer", where=self.path)
+        return self._optimizer.run
 
     @property
     def files(self) -> Sequence[Path]:
         return sorted({file for file, _ in self.stored.places.values()})
 
     def chunks(self, name: str) -> Sequence[Chunk]:
+        if self._optimizer and name.startswith(STATE):
+            return self._optimizer.chunks(name)
         return self.stored.chunks(name)
 
 

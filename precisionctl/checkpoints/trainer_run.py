@@ -3,10 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
@@ -42,7 +46,7 @@ class TrainedReader(Reader, Protocol):
 
 def of_trainer(reader: Reader) -> TypeGuard[TrainedReader]:
     """Whether a checkpoint is another trainer's than Megatron's, of a kind that can have an optimizer."""
-    return reader.layout == "hf" and hasattr(reader, "optimizer_specs")
+    return reader.layout == "hf" and hasattr(type(reader), "trainer_run")
 
 
 def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -62,5 +66,21 @@ def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     return found
 
 
+_STATE = "trainer_state.json"
+
+
+def trainer_step(path: Path) -> int | None:
+    """The step that Hugging Face's Trainer has written of a checkpoint; None where it has written none. Raises
+    DamagedCheckpoint for one that is no number."""
+    if not has_file(path / _STATE, path):
+        return None
+    step = parse_json(read_file(path / _STATE, path), path / _STATE).get("global_step")
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise DamagedCheckpoint("it names no step", where=path / _STATE)
+    return step
+
+
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 63  # others may be no float
+    return isinstance(value, float) and math.isfinite(value)

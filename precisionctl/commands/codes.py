@@ -188,19 +188,27 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     """What the model card says of codes that are what they were, for whichever engine reads them."""
     encodings = policy.encodings
     method = policy.method
-    scheme = method.read(encodings.quantization).scheme
+    said = method.read(encodings.quantization)
+    scheme = said.scheme
     serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
+    by_engine = any(form.packing is None or form.same_inputs for form in said.formats)
     facts = {
         "weights": ", ".join(dtypes),
         "format": method.name,
         "scheme": scheme,
         "codes and scales": "those that the weights had before; where values have changed since, made anew",
-        "input scales": "as they were, or of what was recorded since" if fixed else "made by the engine",
+        "input scales": "as they were, or of what was recorded since"
+        if fixed
+        else _BY_ENGINE
+        if by_engine
+        else _IN_BF16,
     }
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]
     kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
     title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
     command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
-    return Card(name, title, method.name, command, facts, list(encodings.weights), kept)
+    bits = {spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values()}
+    codes = " and ".join(sorted(bits))
+    return Card(name, title, method.name, command, facts, list(encodings.weights), kept, codes=codes)

@@ -12,11 +12,14 @@ from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader, directory_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
+from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached_experts
 from precisionctl.fp8 import sidecar
@@ -28,13 +31,21 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 
+_NAMES = {
+    "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
+    "Megatron-Core alone does not build this family.",
+    "this project": "Neither Megatron-Core nor Megatron-Bridge has this family: its names in Megatron are this "
+    "project's.",
+}
+"""Whose names a family has, where not Megatron-Core's."""
+
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
     table = table_of(model)
-    if to == "megatron" and table.note:
-        yield table.note
+    if to == "megatron" and table.names_by != "Megatron-Core":
+        yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
     if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
@@ -80,11 +91,22 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
+    if isinstance(reader, DeepSpeedReader) and reader.unread:
+        yield f"What is not read of the optimizer stays behind: {reader.unread}."
+    if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
+        yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
     if carried and of_trainer(reader):
         yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
-    if not carried and (of_megatron(reader) or of_trainer(reader)) and (optimizer := reader.optimizer_specs):
-        size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
-        yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.3g} GB. The result is weights only."
+    if not carried and (of_megatron(reader) or of_trainer(reader)):
+        try:
+            optimizer = reader.optimizer_specs
+        except CheckpointError as error:
+            yield f"The optimizer stays behind: {error.what}."
+        else:
+            size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
+            if optimizer:
+                what = f"{len(optimizer)} tensors, {size:.3g} GB"
+                yield f"The optimizer stays behind: {what}. The result is weights only."
     if not of_megatron(reader):
         return
     if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
@@ -226,7 +248,7 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
     elif recorded:
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:
-        yield "Input scales are the fixed ones of the source's FP8 weights."
+        yield "Input scales are the fixed ones of the source's weights."
     if recorded and of_one_step(recorded):
         yield f"They may be too small: {OF_ONE_STEP}."
 

@@ -9,6 +9,7 @@ import torch
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
@@ -83,7 +84,7 @@ def open_source(request: Request) -> Source:
         dtype=_dtype_of_values(request, reader),
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or of_trainer(reader),
+        respelled=request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)),
         wanted=encodings.weights if encodings and request.for_inference else (),
         state_dict=request.is_state_dict,
     )

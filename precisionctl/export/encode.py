@@ -120,8 +120,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
     """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
     codes of that; nor what engines want in one form with a weight that is to stay in BF16."""
     gemms = [job for job in plan.jobs if job.row.gemm and not is_slice(job.writes[0])]
-    kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.writes}
-    return [job for job in gemms if kept.isdisjoint(map(in_step, job.writes))]
+    kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.weights}
+    return [job for job in gemms if kept.isdisjoint(map(in_step, job.weights))]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class InScheme:
         return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
-        scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
+        scales = {name: self.format.scales(name, plan.targets[name]) for name in job.weights}
         return Encode(scales, input_scales={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -199,7 +199,7 @@ class InScheme:
         return {}
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
-        coded = [name.removesuffix(".weight") for job in self.jobs for name in job.writes]
+        coded = [name.removesuffix(".weight") for job in self.jobs for name in job.weights]
         kept = self.kept(kept, coded) if self.kept else kept
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
         if self.format.method.name in _MATCHED_BY_PART:
@@ -252,7 +252,7 @@ def in_scheme(
     """
     refusal = refusal or partial(served(plan).refusal, scheme=form.scheme, ragged="last")
     jobs = fp8_jobs(plan, precision)
-    refused = {name: why for job in jobs for name in job.writes if (why := refusal(name, plan.targets[name]))}
+    refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         blocks = form.scheme == "block" or form.scheme in FOUR_BITS
@@ -262,8 +262,8 @@ def in_scheme(
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
             "modules in --exclude, or keep_bf16 of a --recipe.",
         )
-    refused |= along_with(refused, (name for job in jobs for name in job.writes))
-    jobs = [job for job in jobs if refused.keys().isdisjoint(job.writes)]
+    refused |= along_with(refused, (name for job in jobs for name in job.weights))
+    jobs = [job for job in jobs if refused.keys().isdisjoint(job.weights)]
     if not jobs:
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"

@@ -64,7 +64,7 @@ class Card:
         yield from (
             "pipeline_tag: text-generation",
             "tags:",
-            f"- {self.codes.lower()}",
+            *(f"- {codes.lower()}" for codes in self.codes.split(" and ")),
             f"- {self.tag}",
             "- precisionctl",
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import nibbles
+from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.nibbles import NibbleFormat
 
 NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
@@ -40,7 +40,8 @@ def nvfp4_scales(amax: Tensor, global_scale: Tensor, *, divisor: bool, largest: 
 def nvfp4_multipliers(stored: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
     """What codes are multiplied by, FP32: the E4M3 scale times the global one, or divided by it, rounded once, as
     ModelOpt and compressed-tensors do before they multiply with the code."""
-    return stored.float() / global_scale if divisor else stored.float() * global_scale
+    numbers = numerics.code_values(stored)
+    return numbers.div_(global_scale) if divisor else numbers.mul_(global_scale)
 
 
 def mxfp4_scales(amax: Tensor) -> Tensor:

@@ -71,12 +71,12 @@ def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, .
 
 def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
     """Raise ShapeMismatch if the tensors of a row cannot be divided over the tensor-parallel ranks."""
-    shape, parallel = row.shape(model), row.parallel
+    shape, parallel = row.shape(model), row.cut(model)
     ranks = (row.of_experts and parallelism.expert_tensor) or parallelism.tensor
     if parallel.kind == "replicated":
         return
-    size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
-    if size % ranks:
+    sizes = [shape[1]] if parallel.kind == "columns" else parallel.rows_of_parts(shape[0])
+    if any(size % ranks for size in sizes):
         raise ShapeMismatch(
             f"`{row.megatron.replace('{layer}', '*')}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts",
             do=f"Choose another {'--etp or --tp' if row.of_experts else '--tp'}.",

@@ -1,13 +1,14 @@
 """Which weights of a plan are to be FP8, where the user says more than a table: by patterns of their names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.read_off import may_be_asked_for, why_not_gemms
 from precisionctl.engines.serving import in_step
 from precisionctl.errors import RecipeError
-from precisionctl.planning.plan import Plan
+from precisionctl.planning.plan import Job, Plan
 
 
 def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Plan:
@@ -17,15 +18,21 @@ def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ())
     without `.weight`. What engines want in one form with a weight goes with it. What is excluded stays, whatever
     includes it. Raises RecipeError for a pattern that chooses nothing.
     """
-    gemms = {name for job in plan.jobs if job.row.gemm for name in job.writes}
+    gemms = {name for job in plan.jobs if job.row.gemm for name in job.weights}
     reasons = why_not_gemms(plan.targets)
     linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
     wanted, unwanted = (_groups(linears, patterns, reasons) for patterns in (include, exclude))
     chosen = (gemms | {name for name in linears if in_step(name) in wanted}) - {
         name for name in linears if in_step(name) in unwanted
     }
-    jobs = (replace(job, row=replace(job.row, gemm=not chosen.isdisjoint(job.writes))) for job in plan.jobs)
-    return replace(plan, jobs=tuple(jobs))
+    return replace(plan, jobs=tuple(replace(job, row=_with(chosen, job)) for job in plan.jobs))
+
+
+def _with(chosen: Set[str], job: Job) -> Row:
+    """A job's row, in which these weights are those of an FP8 GEMM."""
+    left = (template for template, name in zip(job.row.hf, job.writes, strict=False) if name not in chosen)
+    gemm = not chosen.isdisjoint(job.writes)
+    return replace(job.row, gemm=gemm, values=tuple(left) if gemm else ())
 
 
 def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:

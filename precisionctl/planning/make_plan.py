@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -86,7 +87,7 @@ def make_plan(
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
-                targets |= _targets(job, shapes, target, specs, dtype)
+                targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
         if optimizer and isinstance(source, OptimizerSource):
             of_parameters = tuple(optimizer_jobs(jobs, source, target, masters=not state_dict))
             jobs = [job for row_jobs in by_row.values() for job in row_jobs]
@@ -95,7 +96,7 @@ def make_plan(
                 read = {name: specs[name] for name in job.reads}
                 checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
                 kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
-                parallel = job.row.parallel if target == "megatron" else REPLICATED
+                parallel = job.row.cut(model) if target == "megatron" else REPLICATED
                 for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
                     targets[name] = TensorSpec(shape, kept, parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
@@ -169,18 +170,30 @@ _UNEXPECTED = (
 def _targets(
     job: Job,
     shapes: tuple[tuple[int, ...], ...],
-    target: Layout,
+    model: ModelShape,
     specs: Mapping[str, TensorSpec],
+    source: Layout,
+    target: Layout,
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
-    kept = [torch.bfloat16 if specs[name].is_codes else specs[name].dtype for name in job.reads]
     made = None if job.row.keeps_dtype else dtype
     if made is None:
-        made = torch.bfloat16 if not kept else kept[0]
-        for other in kept[1:]:
-            made = torch.promote_types(made, other)
-    parallel = job.row.parallel if target == "megatron" else REPLICATED
+        made = _stored_dtype(job, model, specs, source, target)
+    parallel = job.row.cut(model) if target == "megatron" else REPLICATED
     return {
         name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
         for number, name in enumerate(job.writes)
     }
+
+
+def _stored_dtype(
+    job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], source: Layout, target: Layout
+) -> torch.dtype:
+    """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
+    if job.row.wide_beside and source != target and not job.row.is_row_permutation(model):
+        (own,) = job.reads
+        beside = specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
+        return torch.float32 if specs[own].dtype == beside else beside
+    stored = (specs[name] for name in job.reads)
+    dtypes = [torch.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16

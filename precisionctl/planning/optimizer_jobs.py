@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from precisionctl.architectures.rearrange import GAMMA, SAME
+from precisionctl.architectures.rearrange import SAME, Gamma
 from precisionctl.errors import MappingError
 from precisionctl.param import KINDS, STATE, Layout, TensorSpec
 from precisionctl.planning.checks import check_names
@@ -52,7 +52,7 @@ def optimizer_jobs(
                 missing += lacking
                 continue
             row = replace(job.row, gemm=False)
-            if kind != "param" and row.rearrangement == GAMMA:
+            if kind != "param" and isinstance(row.rearrangement, Gamma):
                 row = replace(row, rearrangement=SAME)  # a difference of weights is the same, from wherever they count
             own = job.writes[: len(row.hf) if target == "hf" else 1]
             writes = tuple(f"{STATE}{kind}.{name}" for name in own)

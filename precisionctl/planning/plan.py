@@ -71,6 +71,12 @@ class Job:
         return self.name.rpartition(".")[0]
 
     @property
+    def weights(self) -> Sequence[str]:
+        """Of the tensors that it writes, those that an export encodes if it does the job's."""
+        values = {name for template, name in zip(self.row.hf, self.writes, strict=False) if template in self.row.values}
+        return [name for name in self.writes if name not in values]
+
+    @property
     def outputs(self) -> Sequence[str]:
         """The tensors that it writes, scales included."""
         return (*self.writes, *self.encode.scale_tensors) if self.encode else self.writes

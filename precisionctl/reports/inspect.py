@@ -12,6 +12,8 @@ from torch import Tensor
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.trainer_directory import says_its_model
+from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.serving import ServingLayout
@@ -29,8 +31,9 @@ Description = Mapping[str, Any]
 
 
 def describe(reader: Reader) -> Description:
-    """Everything that can be said without reading tensor data; FP8 state, which is small, is read."""
-    specs = reader.specs.values()
+    """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
+    a trainer's checkpoint that nothing says the model of."""
+    specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
     nbytes = _bytes_by_dtype(reader)
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
@@ -39,7 +42,7 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
-        "architecture": reader.model.architecture,
+        "architecture": model.architecture if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
         "tensors": len(reader.specs),
@@ -47,8 +50,8 @@ def describe(reader: Reader) -> Description:
         "bytes_by_dtype": dict(nbytes.most_common()),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
-        "model": reader.model.described(),
-        "linears": _linears(reader, reader.model) if isinstance(reader.model, UntabledModel) else None,
+        "model": model.described() if model else None,
+        "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
@@ -78,8 +81,8 @@ def _bytes_by_dtype(reader: Reader) -> Counter[str]:
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
-    """What a Megatron checkpoint has of one."""
-    if not of_megatron(reader):
+    """What a trainer's checkpoint has of one."""
+    if not (of_megatron(reader) or of_trainer(reader)):
         return None
     try:
         specs = reader.optimizer_specs
@@ -181,14 +184,14 @@ def summary(description: Description) -> Table:
     rows = [
         ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
         ("layout", description["layout"]),
-        ("architecture", description["architecture"]),
+        ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
-        *_shape_rows(description["model"]),
+        *(_shape_rows(description["model"]) if description["model"] else ()),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
-    if description["layout"] == "megatron":
+    if description["layout"] == "megatron" or description["optimizer"]:
         rows.append(("optimizer", _optimizer_words(description["optimizer"])))
     if description["coded"]:
         rows.append(_coded_row(description))

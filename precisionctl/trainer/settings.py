@@ -118,9 +118,12 @@ def read_rows(
 
 
 def check_length(recipe: Recipe, model: ModelShape) -> None:
-    """Raise RecipeError for rows longer than the model's positions."""
-    if recipe.data.sequence_length > model.max_position_embeddings:
+    """Raise RecipeError for rows longer than the model's positions, or than the keys that sparse attention chooses."""
+    longest, of_what = model.max_position_embeddings, "the model's"
+    if model.dsa and model.dsa.topk < longest:
+        longest, of_what = model.dsa.topk, "what the trainer computes of sparse attention:"
+    if recipe.data.sequence_length > longest:
         raise RecipeError(
-            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}",
-            do=f"Give --set data.sequence_length={model.max_position_embeddings}.",
+            f"data.sequence_length {recipe.data.sequence_length} is beyond {of_what} {longest}",
+            do=f"Give --set data.sequence_length={longest}.",
         )

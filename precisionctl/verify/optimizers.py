@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
-from precisionctl.errors import DamagedCheckpoint, MappingError
+from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.optimizer_jobs import OptimizerSource
@@ -79,5 +79,5 @@ def both_optimizers(a: Reader, b: Reader) -> tuple[OptimizerTensors | HfTensors,
         if a.layout == b.layout == "megatron":
             return OptimizerTensors(a), OptimizerTensors(b)
         return _by_hf_names(a), _by_hf_names(b)
-    except (DamagedCheckpoint, MappingError) as error:
+    except (CheckpointError, MappingError) as error:
         return error.what

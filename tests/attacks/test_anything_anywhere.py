@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed_files
 import pico
 import pytest
 import torch
+import trained_models
 from fp8_directories import make
 from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
@@ -18,7 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.commands.plan_command import plan_command
@@ -199,3 +205,86 @@ def test_what_a_rank_saved(tmp_path: Path) -> None:
         plan_command(Request(tmp_path, tmp_path.parent / "nowhere", "megatron"))
 
     check(rest, IN_PICKLES, write, read)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
+    made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
+    frozen = {"c.weight": torch.ones(3, dtype=torch.bfloat16)}
+    directory = deepspeed_files.save(tmp_path, made, stage, 2, frozen=frozen, shared={"d.weight": "a.weight"})
+
+    def read() -> None:
+        reader = DeepSpeedReader(tmp_path)
+        source: Any = WithOptimizer(reader)
+        for name in source.specs:
+            read_tensor(source, name)
+        _ = reader.iteration, reader.trainer_run
+
+    with deepspeed_files.classes():
+        for kind in ("model", "optim"):
+            path = max(directory.glob(f"*_{kind}_states.pt"))
+            saved = torch.load(path, weights_only=False)
+            saved.pop("ds_config", None)
+            check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), read)  # type: ignore[misc]
+            torch.save(saved, path)
+
+
+def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+    made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3)})
+    deepspeed_files.save_universal(tmp_path, made)
+
+    def read() -> None:
+        reader = DeepSpeedReader(tmp_path)
+        _ = [reader.chunks(name) for name in (*reader.specs, *reader.optimizer_specs)], reader.trainer_run
+
+    for name in ("a.weight/fp32.pt", "a.weight/exp_avg.pt", "a.weight/step.pt", "optimizer_state.pt"):
+        path = tmp_path / "zero" / name
+        saved = torch.load(path, weights_only=False)
+        check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), read)  # type: ignore[misc]
+        torch.save(saved, path)
+
+
+def test_the_optimizer_of_hf_trainer(tmp_path: Path) -> None:
+    model = pico.save(tmp_path, "llama-3", num_hidden_layers=1)
+    optimizer = trained_models.adamw(model)
+    trained_models.train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    saved["state"] = {number: state for number, state in saved["state"].items() if number in (0, 1)}
+    path = tmp_path / "optimizer.pt"
+
+    def read() -> None:
+        reader = HuggingFaceReader(tmp_path)
+        source: Any = WithOptimizer(reader)
+        for name in reader.optimizer_specs:
+            read_tensor(source, name)
+        _ = reader.iteration, reader.trainer_run
+
+    check(saved, IN_PICKLES, lambda value: torch.save(value, path), read)
+    torch.save(saved, path)
+    step = tmp_path / "trainer_state.json"
+    check({"global_step": 3}, IN_JSON, lambda value: step.write_text(json.dumps(value)), read)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_optimizer_in_a_pytorch_checkpoint(tmp_path: Path) -> None:
+    """Its settings and counts, and the shapes of its moments."""
+    made = {"a.weight": torch.ones(4, 3), "b.weight": torch.ones(5)}
+    state = {name: {"step": torch.tensor(2.0), "exp_avg": one, "exp_avg_sq": one + 1} for name, one in made.items()}
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "params": [*made]}
+    whole = {"model": made, "optimizer": {"state": state, "param_groups": [group]}}
+    numbers = iter(range(10**6))
+    folders = [tmp_path]
+
+    def write(value: Any) -> None:
+        whole = value if isinstance(value, dict) else {"x": value}
+        folders[0] = trained_models.save(tmp_path / f"{next(numbers)}", whole)
+
+    def read() -> None:
+        reader = open_checkpoint(folders[0])
+        assert isinstance(reader, DcpModelReader)
+        for name in (*reader.specs, *reader.optimizer_specs):
+            read_tensor(WithOptimizer(reader), name)
+        _ = reader.iteration, reader.trainer_run
+        inspect.describe(reader)
+
+    check(whole, [None, -1, "", [[1]], torch.ones(3), {"a": torch.ones(())}], write, read)

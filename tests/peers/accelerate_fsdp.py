@@ -1,8 +1,8 @@
 """HF Trainer on accelerate's FSDP, on CPU processes: accelerate_fsdp.py VERSION OUT [CHECKPOINT].
 
-Eight steps with a save after three; or from a checkpoint of step 3 on. OUT/live.pt is what the run held at its save,
-whole, and OUT/losses.json the loss of each step. accelerate refuses FSDP on CPUs, so its backend answer is replaced,
-and the process group is made before it would make one.
+Eight steps with a save after three; or from a checkpoint of step 3 on. OUT/live.pt is what a run of FSDP 2 held at
+that save, whole, and OUT/losses.json the loss of each step. accelerate refuses FSDP on CPUs, so its backend
+answer is replaced, and the process group is made before it would make one.
 """
 
 import json
@@ -37,6 +37,8 @@ class HoldLive(transformers.TrainerCallback):
     """Writes what model and optimizer hold at a save."""
 
     def on_save(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        if VERSION == "1" or state.global_step != 3:  # on a CPU torch's FSDP 1 cannot gather what is sharded
+            return
         optimizer = getattr(found["optimizer"], "optimizer", found["optimizer"])
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, of_optimizer = get_state_dict(found["model"], optimizer, options=whole)

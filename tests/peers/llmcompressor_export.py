@@ -1,6 +1,7 @@
-"""Run with llm-compressor's Python: SOURCE TARGET SCHEME quantises a model with one of its presets, or to INT4 in
-groups of 32 (W4A16_G32, W4A16_G32_ASYM), saves it, and writes beside it, to TARGET-expected.safetensors, what
-compressed-tensors' own decompression makes of each weight."""
+"""Run with llm-compressor's Python: SOURCE TARGET SCHEME [ROWS] quantises a model with one of its presets, or to INT4
+in groups of 32 (W4A16_G32, W4A16_G32_ASYM), saves it, and writes beside it, to TARGET-expected.safetensors, what
+compressed-tensors' own decompression makes of each weight. It calibrates on the rows of tokens in the JSON file ROWS,
+or on a few made up."""
 
 import json
 import sys
@@ -17,12 +18,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-source, target, scheme = sys.argv[1:]
+source, target, scheme, *given = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-rows = [list(range(start, start + 32)) for start in range(8)]
-calibration = (
-    Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 32] * 8}) if scheme in ("FP8", "NVFP4") else None
-)
+rows = json.loads(Path(given[0]).read_text()) if given else [list(range(start, start + 32)) for start in range(8)]
+masks = [[1] * len(row) for row in rows]
+calibration = Dataset.from_dict({"input_ids": rows, "attention_mask": masks}) if scheme in ("FP8", "NVFP4") else None
 how = {"targets": "Linear", "scheme": scheme}
 if scheme.startswith("W4A16_G32"):
     weights = QuantizationArgs(
@@ -32,6 +32,8 @@ if scheme.startswith("W4A16_G32"):
 oneshot(
     model=model,
     dataset=calibration,
+    num_calibration_samples=len(rows),
+    max_seq_length=len(rows[0]),
     processor=PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel())
     ),  # asked for, and not used: rows are tokens

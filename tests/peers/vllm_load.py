@@ -23,25 +23,49 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8, modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as int4_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_mxfp4 as mxfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_nvfp4 as nvfp4,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_mxfp8 as mxfp8
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_wNa16 as int4,
+)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 
-# Kernels for blocks ask for a GPU, or for a newer CPU than this; loading needs none.
-def no_kernel(**_: object) -> SimpleNamespace:
+# Kernels for blocks and four bits ask for a GPU, or for a newer CPU than this; loading needs none.
+def no_kernel(*_: object, **__: object) -> SimpleNamespace:
     return SimpleNamespace(input_quant_key=lambda: None)
 
 
+nvfp4.init_nvfp4_linear_kernel = modelopt.init_nvfp4_linear_kernel = mxfp4.init_mxfp4_linear_kernel = no_kernel
+int4.choose_mp_linear_kernel = lambda *_, **__: no_kernel
+no_kernel.__name__ = "none"
+for experts in (nvfp4_experts, modelopt):
+    experts.select_nvfp4_moe_backend = lambda *_, **__: (NvFp4MoeBackend.MARLIN, None)
+int4_experts.select_wna16_moe_backend = lambda *_, **__: (WNA16MoEBackend.TRITON, None)
 fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = mxfp8.init_mxfp8_linear_kernel = no_kernel
 fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
 
 registry._run_in_subprocess = lambda look: look()  # a class is looked at here, where torchvision can be imported
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
+OPTIONAL += ("input_global_scale",)  # of experts, which have the parameter where inputs stay as they are, too
 
 SETTINGS = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
 

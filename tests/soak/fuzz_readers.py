@@ -18,14 +18,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import atheris
+import deepspeed_files
 import safetensors
 import torch
 
 sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
-    from precisionctl.checkpoints import dcp, safetensors_file
+    from precisionctl.checkpoints import dcp, safetensors_file, torch_zip
     from precisionctl.checkpoints.adapter import lora_config
+    from precisionctl.checkpoints.base import NO_HINTS, Companions, read_tensor
+    from precisionctl.checkpoints.dcp_model import DcpModelReader
+    from precisionctl.checkpoints.dcp_writer import DcpWriter
+    from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+    from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+    from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
     from precisionctl.checkpoints.torch_zip import Span
+    from precisionctl.checkpoints.trainer_run import TrainerRun
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
@@ -133,6 +141,112 @@ def index_seeds() -> Iterator[bytes]:
     yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()) if path.stat().st_size < 700)
 
 
+class DeepSpeedStates:
+    """A directory of DeepSpeed's with one rank: the pickle of its model states, or of the optimizer's, changes. The
+    first byte says which, and of which ZeRO the rest is."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
+        self.saved: dict[Path, bytes] = {}
+        for stage in (1, 3):
+            directory = deepspeed_files.save(self.root / str(stage), self.states(), stage, 1)
+            self.saved |= {path: path.read_bytes() for path in sorted(directory.glob("*_states.pt"))}
+
+    @staticmethod
+    def states() -> dict[str, dict[str, torch.Tensor]]:
+        return deepspeed_files.states_of({"a": torch.ones(5, 3), "b": torch.ones(7)})
+
+    def __call__(self, data: bytes) -> None:
+        path = [*self.saved][data[0] % len(self.saved)] if data else [*self.saved][0]
+        try:
+            path.write_bytes(with_pickle(self.saved[path], data[1:]))
+            reader = DeepSpeedReader(path.parent)
+            source = WithOptimizer(reader)
+            for name in source.specs:
+                read_tensor(source, name)
+            _ = reader.iteration, reader.trainer_run
+        finally:
+            path.write_bytes(self.saved[path])
+
+
+def deepspeed_seeds() -> Iterator[bytes]:
+    for number, saved in enumerate(DeepSpeedStates().saved.values()):
+        with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            yield bytes([number]) + archive.read(pickled)
+
+
+def with_pickle(saved: bytes, pickled: bytes) -> bytes:
+    """An archive of torch.save with another pickle in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved)) as before, zipfile.ZipFile(buffer, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, pickled if name.endswith("/data.pkl") else before.read(name))
+    return buffer.getvalue()
+
+
+def little_dcp(directory: Path) -> Path:
+    """A checkpoint of two weights with their moments; its `.metadata`."""
+    specs = {"a.weight": TensorSpec((4, 3), torch.float32), "b.experts.down_proj[0]": TensorSpec((2, 2), torch.float32)}
+    kinds = ("exp_avg", "exp_avg_sq")
+    specs |= {f"optimizer.state.{kind}.{name}": spec for kind in kinds for name, spec in specs.items()}
+    writer = DcpWriter(directory, specs, Companions(), {}, TrainerRun(3))
+    writer.lay_out()
+    writer.finish(None)
+    (directory / "config.json").unlink()
+    return directory / dcp.FILE
+
+
+class DcpModel:
+    """A model with its optimizer in a directory whose `.metadata` changes."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
+        self.file = os.open(little_dcp(self.directory), os.O_RDWR)
+
+    def __call__(self, data: bytes) -> None:
+        rewrite(self.file, data)
+        reader = DcpModelReader(self.directory, self.directory, dcp.read_index(self.directory), NO_HINTS)
+        source = WithOptimizer(reader)
+        for name in source.specs:
+            read_tensor(source, name)
+        _ = reader.iteration, reader.trainer_run
+
+
+def dcp_seeds() -> Iterator[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield little_dcp(Path(folder)).read_bytes()
+
+
+class Numbered:
+    """The pickle of an optimizer.pt changes."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm")) / "optimizer.pt"
+        self.saved = numbered_archive()
+
+    def __call__(self, data: bytes) -> None:
+        self.path.write_bytes(with_pickle(self.saved, data))
+        shapes = {"model.embed_tokens.weight": TensorSpec((4, 3), torch.float32)}
+        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), torch.float32)})
+        _ = [optimizer.chunks(name) for name in optimizer.specs], optimizer.run
+
+
+def numbered_archive() -> bytes:
+    parameters = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def numbered_seeds() -> Iterator[bytes]:
+    with zipfile.ZipFile(io.BytesIO(numbered_archive())) as archive:
+        yield archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
 class AdapterConfig:
     """What PEFT says of an adapter, in a directory of its own."""
 
@@ -197,6 +311,9 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Ite
     "metadata": (Index, index_seeds),
     "safetensors": (Safetensors, safetensors_seeds),
     "adapter": (AdapterConfig, adapter_seeds),
+    "deepspeed": (DeepSpeedStates, deepspeed_seeds),
+    "dcp": (DcpModel, dcp_seeds),
+    "numbered": (Numbered, numbered_seeds),
 }
 
 
@@ -211,7 +328,9 @@ def words(target: str) -> Iterator[bytes]:
         yield from (b'"%s"' % word.encode() for word in (*known, "LORA", "pissa", "q_proj"))
         yield from (b"{}", b"[]", b"null", b"true", b"1e400", b"NaN", b"-1", rb"\\d+", b"(a|b)", b".*")
         return
-    allowed = dcp._ALLOWED if target == "metadata" else te_pickle._IN_ARCHIVE
+    archives = dict.fromkeys(("deepspeed", "numbered"), torch_zip._SKELETON)
+    tables = {"metadata": dcp._ALLOWED, "dcp": dcp._ALLOWED, **archives}
+    allowed = tables.get(target, te_pickle._IN_ARCHIVE)
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
         yield dumps(Global(*name))[2:-1]
         yield dumps(PickledObject(Global(*name), ()))[2:-1]

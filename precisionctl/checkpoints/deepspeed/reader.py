@@ -1,29 +1,19 @@
-"""DeepSpeed's checkpoints as a Reader: FP32 masters, and AdamW's moments, under Hugging Face's names.
-
-What the model is says a config.json beside the checkpoint, as Hugging Face's Trainer has it, or of the reference.
-"""
+"""DeepSpeed's checkpoints as a Reader: FP32 masters, and AdamW's moments, under Hugging Face's names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, lru_cache
 from pathlib import Path
 
-from precisionctl.architectures.families import read_model
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Companions, Container, Hints
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
 from precisionctl.checkpoints.deepspeed.states import SavedStates, has_model_states
 from precisionctl.checkpoints.deepspeed.universal import is_universal, read_universal
 from precisionctl.checkpoints.deepspeed.zero import read_zero
-from precisionctl.checkpoints.flat import FlatTensor
+from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
+from precisionctl.checkpoints.trainer_directory import TrainerDirectory
 from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
-from precisionctl.param import STATE, Layout, TensorSpec
+from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
@@ -56,15 +46,12 @@ def recognise(path: Path) -> bool:
     return directory_of(path) is not None or any(map(has_model_states, path.glob("global_step*")))
 
 
-class DeepSpeedReader:
+class DeepSpeedReader(TrainerDirectory):
     """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and no tensors.
 
     Raises DamagedCheckpoint where files contradict each other, UnsafePickle, and CheckpointError for a checkpoint that
     is cut in a way that is not read.
     """
-
-    layout: Layout = "hf"
-    encodings: Mapping[str, Encoding] = {}
 
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         directory = directory_of(path, iteration)
@@ -73,17 +60,19 @@ class DeepSpeedReader:
             do = "Give the directory of a step, such as global_step100."
             raise DamagedCheckpoint(f"{which} is not there", where=path, do=do)
         check_link(directory, path)
-        self.path, self._directory, self._hints = path, directory, hints
+        # Of a step's directory config and tokenizer are in the folder of the run
+        super().__init__(path, hints, "a checkpoint of DeepSpeed", directory.absolute().parent)
+        self._directory = directory
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
         self._saved: SavedStates = (read_universal if universal else read_zero)(directory)
-        self._tensors = self._logical(self._saved.weights)
+        tensors = self._logical(self._saved.weights)
         for kind, moments in self._saved.moments.items():
-            self._tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
-        specs = {name: one.spec for name, one in self._tensors.items()}
+            tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
+        self._tensors = FlatTensors(tensors)
+        specs = self._tensors.specs
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
-        self._cached = lru_cache(maxsize=1 << 8)(lambda name: tuple(self._tensors[name].chunks()))
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
         """The tensors by name, one for each expert of a stack."""
@@ -101,6 +90,11 @@ class DeepSpeedReader:
         return found
 
     @property
+    def unread(self) -> str:
+        """What there is of an optimizer that is not AdamW's, or cannot be told by parameter, in words."""
+        return self._saved.unread
+
+    @property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
         if self._saved.updates is None:
@@ -113,41 +107,12 @@ class DeepSpeedReader:
     def iteration(self) -> int | None:
         return self._saved.global_steps
 
-    @cached_property
-    def own_companions(self) -> Companions:
-        found = read_companions(self.path)
-        if "config.json" not in found.files:  # of a step's directory they are in the folder of the run
-            other = self._directory if self._directory != self.path else self._directory.absolute().parent
-            found = read_companions(other)
-        return replace(found, notes=())
-
-    @property
-    def companions(self) -> Companions:
-        """Those of the reference that a user has named, else those beside the checkpoint."""
-        return self._hints.companions or self.own_companions
-
-    @cached_property
-    def model(self) -> ModelShape:
-        if "config.json" not in self.companions.files:
-            raise CheckpointError(
-                "a checkpoint of DeepSpeed does not say which model it is",
-                where=self.path,
-                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
-                "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
-            )
-        path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path)
-
-    @cached_property
-    def fp8(self) -> Fp8States | None:
-        return sidecar.find(self.path)
-
     @property
     def files(self) -> Sequence[Path]:
         return self._saved.files
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._cached(name)
+        return self._tensors.chunks(name)
 
 
 CONTAINER = Container(

@@ -62,8 +62,8 @@ class SavedStates:
     """What a checkpoint holds, by the model's own names.
 
     `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
-    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `other_state`
-    are kinds of state that no Adam has.
+    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `unread`
+    says in words what else there is of an optimizer.
     """
 
     weights: Mapping[str, FlatTensor]
@@ -72,7 +72,7 @@ class SavedStates:
     moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
     updates: int | None = None
     groups: Sequence[Mapping[str, Any]] = ()
-    other_state: tuple[str, ...] = ()
+    unread: str = ""
 
 
 def read_states(path: Path) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ class ModelStates:
 
     def stored(self, but: Collection[str]) -> dict[str, FlatTensor]:
         """The model's own tensors, but for those of these names; in ZeRO 3 it has elements of buffers alone."""
-        names = [name for name, one in self.module.items() if name not in but and not _is_empty(one)]
+        names = [name for name, one in self.module.items() if name not in but and not is_empty(one)]
         return {name: whole_tensor(self.path, self.module[name], name) for name in names}
 
     def with_shared(self, tensors: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
@@ -177,7 +177,10 @@ def plain_groups(groups: object) -> list[Mapping[str, Any]]:
 
 
 def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
-    return {_name(name): sizes(shape) for name, shape in group.items()}
+    found = {_name(name): sizes(shape) for name, shape in group.items()}
+    if empty := [name for name, shape in found.items() if 0 in shape]:
+        raise ValueError(f"`{empty[0]}` has no elements")
+    return found
 
 
 def _name(name: Any) -> str:
@@ -186,7 +189,8 @@ def _name(name: Any) -> str:
     return name
 
 
-def _is_empty(located: object) -> bool:
+def is_empty(located: object) -> bool:
+    """Whether something is a located tensor without elements, which stands for one that is elsewhere."""
     return isinstance(located, LocatedTensor) and 0 in located.shape
 
 

@@ -36,7 +36,7 @@ FP32 = "fp32"
 
 def is_universal(directory: Path) -> bool:
     """Whether a directory has parameters one by one."""
-    return any((directory / ZERO).glob(f"*/{FP32}.pt")) if (directory / ZERO).is_dir() else False
+    return any((directory / ZERO).glob(f"*/{FP32}.pt"))
 
 
 def read_universal(directory: Path) -> SavedStates:
@@ -65,8 +65,8 @@ def read_universal(directory: Path) -> SavedStates:
     if missing := [name for name in shapes if name not in weights]:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
     optimizer = _optimizer(directory)
-    kept = moments if all(found.keys() == moments[MOMENTS[0]].keys() for found in moments.values()) else {}
-    kept = kept if kept and moments[MOMENTS[0]] else {}
+    first, second = moments.values()
+    kept = moments if first and first.keys() == second.keys() else {}
     return SavedStates(
         states.with_shared(weights) if states else weights,
         files,

@@ -79,8 +79,9 @@ class DeepSpeedWriter:
         """Write what is beside the parameters: Adam's count and settings, model states, config and tokenizer."""
         directory, count = self.directory / self._tag, torch.tensor(float(self._run.updates))
         trained = [path.parent for path in self._stored if path.stem == MOMENTS[0]]
+        step = torch_zip_writer.dump(count)
         for folder in trained:
-            (folder / "step.pt").write_bytes(torch_zip_writer.dump(count))
+            (folder / "step.pt").write_bytes(step)
         # Decay stays what each group of the run has: ZeRO 3 gives all groups the settings of the first, and of ZeRO 1
         # and 2 each group needs some here, or its parameters are passed over
         settings = {key: one for key, one in self._run.settings.items() if key in ("lr", "betas", "eps")}

@@ -11,16 +11,17 @@ and model states, which name parameters and their shapes in the order in which t
 - ZeRO 3: `zero_pp_rank_R_mp_rank_00_model_states.pt`, whose `module` is empty. Each parameter is dealt out to all ranks
   (ceil(elements / ranks) for each, padded), and a rank's pieces stand one after the other. Frozen ones are dealt out in
   the same way in `frozen_param_fragments`.
-- Without ZeRO: `mp_rank_00_model_states.pt` alone.
+- Without ZeRO: `mp_rank_00_model_states.pt` alone, with an optimizer whose parameters have numbers and no names.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.deepspeed.states import (
     MOMENTS,
     SAVE_IT_WHOLE,
@@ -28,18 +29,23 @@ from precisionctl.checkpoints.deepspeed.states import (
     ModelStates,
     SavedStates,
     dealt_frozen,
+    is_empty,
     is_flat,
     number,
     plain_groups,
     rank_files,
     read_states,
+    whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 
 _PARAM = "param"
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPARED = 64
+"""Elements, or one row."""
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -61,9 +67,11 @@ def read_zero(directory: Path) -> SavedStates:
     found: dict[str, dict[str, FlatTensor]] = {}
     for kind in (_PARAM, *contents[0].moments):
         for rank in contents:
-            if kind != _PARAM and kind not in rank.moments:
-                raise DamagedCheckpoint(f"its optimizer has no {kind}", where=rank.path)
+            if kind not in (_PARAM, *rank.moments) or rank.dtype(kind) != contents[0].dtype(kind):
+                what = f"its optimizer has no {kind}, or of another dtype than other ranks'"
+                raise DamagedCheckpoint(what, where=rank.path)
         found[kind] = (_dealt if stage == 3 else _joined)(contents, kind, states, directory)
+    _check_order(found[_PARAM], states)
     weights = states.stored(states.shapes)
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
@@ -74,7 +82,7 @@ def read_zero(directory: Path) -> SavedStates:
         found,
         _same_number(contents) if found else None,
         contents[0].groups,
-        contents[0].other_state,
+        contents[0].unread,
     )
 
 
@@ -104,15 +112,20 @@ class _RankStates:
             self._flat = {_PARAM: list(masters)}
             kinds = list(dict.fromkeys(key for state in self._states for key, one in state.items() if is_flat(one)))
             self.moments = [kind for kind in MOMENTS if kind in kinds]
-            self.other_state = tuple(str(kind)[:60] for kind in kinds if kind not in MOMENTS)
             if len(self.moments) < len(MOMENTS):
-                self.other_state, self.moments = (*self.moments, *self.other_state), []
+                self.moments = []
+            others = [kind for kind in kinds if kind not in self.moments]
+            self.unread = f"{shown(others)}, which AdamW has not" if others else ""
             self._flat |= {kind: [state.get(kind) for state in self._states] for kind in self.moments}
             for kind, parts in self._flat.items():
                 if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
                     raise ValueError(f"{kind} is not flat, or not of all {len(masters)} groups")
-                if any(one.dtype != torch.float32 for one in parts):
-                    raise ValueError(f"{kind} is not FP32")
+                if any(one.dtype not in _VALUES or one.dtype != parts[0].dtype for one in parts):
+                    raise ValueError(f"{kind} of dtypes that no optimizer has, or of several")
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """That of all groups."""
+        return self._flat[kind][0].dtype if self._flat[kind] else torch.float32
 
     def flat(self, kind: str) -> list[LocatedTensor]:
         """The flat tensors of a kind, by group."""
@@ -157,7 +170,7 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
         whole = EndToEnd([(rank.path, rank.flat(kind)[group]) for rank in contents], counts)
         paddings, start = _paddings(contents[0], group, len(shapes)), 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            found[name] = FlatTensor(TensorSpec(shape, torch.float32), Within(whole, start))
+            found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), Within(whole, start))
             start += math.prod(shape) + padding
         # DeepSpeed fills the last rank up to a multiple of twice the number of ranks, and may leave that out
         if not start - (paddings[-1] if paddings else 0) <= whole.count < start + 2 * len(contents):
@@ -186,12 +199,34 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
     found, start = {}, 0
     for name, shape in states.shapes.items():
         each = -(-math.prod(shape) // len(contents))
-        found[name] = FlatTensor(TensorSpec(shape, torch.float32), Dealt(ranks, start, each))
+        found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), Dealt(ranks, start, each))
         start += each
     if start != ranks[0].count:
         what = f"a rank has {ranks[0].count} elements, the model's parameters would have {start}"
         raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
     return found
+
+
+def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
+    """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
+    would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
+    names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
+    weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
+    flat, differing = FlatTensors(masters), []
+    for name in names:
+        spec = flat.specs[name]
+        rows = min(spec.rows, max(1, _COMPARED // spec.columns))
+        if weights.specs[name].shape != spec.shape:
+            raise DamagedCheckpoint(
+                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
+            )
+        weight = read_rows(weights, name, 0, rows)
+        rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
+        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
+            differing.append(name)
+    if len(differing) > len(names) // 2:
+        what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
+        raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
 
 
 def _without_zero(states: ModelStates) -> SavedStates:
@@ -200,4 +235,5 @@ def _without_zero(states: ModelStates) -> SavedStates:
     if any(name not in stored for name in states.shapes):
         what = "its parameters are in the optimizer's files (*_optim_states.pt), which are missing"
         raise DamagedCheckpoint(what, where=states.path, do="Copy the checkpoint again.")
-    return SavedStates(states.with_shared(stored), [states.path], states.global_steps)
+    unread = "its parameters have no names without ZeRO" if states.content.get("optimizer") else ""
+    return SavedStates(states.with_shared(stored), [states.path], states.global_steps, unread=unread)

@@ -18,7 +18,7 @@ Object = Tensor | io.BytesIO
 """A payload in the types that TE has used for it: a uint8 tensor `[bytes]`, or a file."""
 
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")
-_NONE = ("word_embeddings", "position_embeddings", "output_layer", "router")
+_NONE = ("word_embeddings", "position_embeddings", "output_layer", "router", "conv1d")
 _ATTENTION = ".self_attention.linear_proj"
 
 

@@ -15,7 +15,7 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, STATE, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
@@ -178,27 +178,46 @@ def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor
     return named
 
 
-_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w")
+_APART = (
+    (re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w"), ("_w", "_v")),  # gate and up
+    (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in IN_PROJ_PARTS)),
+    (re.compile(r"(.+\.conv1d\.weight)\.query"), tuple(f".{part}" for part in CONV_PARTS)),
+)
+"""Tensors whose parts Megatron stores apart: the name of the first part, and what is behind the name of each."""
 
 
 def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
-    """Join `linear_fc1.weight_w` (gate) and `weight_v` (up), where both are there, to one tensor: gate above up."""
+    """Join the parts of a tensor, where all are there, one above the other."""
     joined = dict(found)
-    for name, gate in found.items():
-        match = _HALF.fullmatch(name)
-        up = found.get(f"{match[1]}_v") if match else None
-        if match and up and up.spec == gate.spec and gate.spec.shape and match[1] not in found:
-            rows, *rest = gate.spec.shape
-            below = tuple(replace(part, box=replace(part.box, row=part.box.row + rows)) for part in up.parts)
-            joined[match[1]] = LogicalTensor(replace(gate.spec, shape=(2 * rows, *rest)), gate.parts + below)
-            del joined[name], joined[f"{match[1]}_v"]
+    for first in found:
+        for pattern, ends in _APART:
+            match = pattern.fullmatch(first)
+            parts = [found[match[1] + end] for end in ends if match[1] + end in found] if match else []
+            if not match or match[1] in found or len(parts) < len(ends) or not _alike(parts):
+                continue
+            above = [0, *itertools.accumulate(part.spec.rows for part in parts)]
+            pieces = tuple(
+                replace(piece, box=replace(piece.box, row=piece.box.row + rows))
+                for rows, part in zip(above, parts, strict=False)
+                for piece in part.parts
+            )
+            spec = replace(parts[0].spec, shape=(above[-1], *parts[0].spec.shape[1:]))
+            joined[match[1]] = LogicalTensor(spec, pieces)
+            for end in ends:
+                del joined[match[1] + end]
     return joined
+
+
+def _alike(parts: Sequence[LogicalTensor]) -> bool:
+    """Whether tensors can stand one above the other."""
+    return len({(part.spec.dtype, part.spec.shape[1:], bool(part.spec.shape)) for part in parts}) == 1
 
 
 _LAYER_OF = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\.)(.+)")
 # In layers with this weight, rename this prefix (written without Transformer Engine) to that (written with it)
 _WITHOUT_TE = (
     ("self_attention.linear_qkv.weight", "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("self_attention.in_proj.weight", "input_layernorm.", "self_attention.in_proj.layer_norm_"),
     ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("mlp.linear_fc1.weight", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.linear_kv_down_proj.weight", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),

@@ -2,6 +2,7 @@
 
 It is the order in which `__init__` registers modules (megatron/core/transformer: attention.py,
 multi_latent_attention.py, transformer_layer.py, mlp.py, moe/moe_layer.py, multi_token_prediction.py;
+megatron/core/ssm/gated_delta_net.py;
 megatron/core/models/gpt/gpt_model.py). It depends on the layer spec: Transformer Engine fuses norms into linears, and
 experts are a grouped linear or a list of MLPs.
 """
@@ -44,6 +45,13 @@ def _layer(modules: Modules) -> dict[str, int]:
     names = [
         *_of("input_layernorm", *_INNER),
         *_own_norm(modules, f"{attention}.linear_qkv"),
+        *_own_norm(modules, f"{attention}.in_proj"),
+        *_of(attention, "dt_bias", "A_log"),
+        *_fused_norm(modules, f"{attention}.in_proj"),
+        *_of(f"{attention}.in_proj", *_INNER),
+        *_of(f"{attention}.conv1d", *_INNER),
+        *_of(f"{attention}.out_norm", *_INNER),
+        *_of(f"{attention}.out_proj", *_INNER),
         f"{attention}.core_attention.softmax_offset",
         *_of(f"{attention}.linear_proj", *_INNER, "post_layernorm.weight"),
         *_fused_norm(modules, f"{attention}.linear_qkv"),

@@ -39,6 +39,8 @@ _SAME = (
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),
     *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
     "expert_tensor_parallel_size",
+    *("attention_output_gate", "linear_attention_freq", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
@@ -54,6 +56,11 @@ _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """Llama 3's rope scaling in NeMo 2 and the first versions of Bridge (llama.py, Llama31Config), beside `scale_factor`.
 Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
+_VARIANT = "experimental_attention_variant"
+_DELTA_NET_BLOCK = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
@@ -73,7 +80,10 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
-    if args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
+    if args.get("linear_attention_freq"):
+        fields[_VARIANT] = args[_VARIANT]
+        fields |= {"transformer_layer_spec": _call(_DELTA_NET_BLOCK), "hetereogenous_dist_checkpoint": True}
+    elif args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
     return {
         **fields,
@@ -167,7 +177,7 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
-    args = {name: fields[name] for name in (*_SAME, *WITHOUT) if name in fields}
+    args = {name: fields[name] for name in (*_SAME, _VARIANT, *WITHOUT) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
     if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2

@@ -111,11 +111,21 @@ def _boxes(
         if expert is not None:
             first += expert * parallelism.expert // experts * of_experts
         for rank, boxes in enumerate(shard_boxes(spec, size)):
-            for box in boxes:
+            for number, box in enumerate(boxes):
+                part, above = _part(spec, number)
                 room = piece_bytes or box.elements * spec.dtype.itemsize
                 for row, rows in in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room):
                     offsets, sizes = _dimensions(spec, piece := replace(box, row=row, rows=rows))
-                    yield _Box(first + rank, name, key, piece, (*at, *offsets), (*(1 for _ in at), *sizes))
+                    if above:
+                        offsets = (offsets[0] - above, *offsets[1:])
+                    yield _Box(first + rank, name, key + part, piece, (*at, *offsets), (*(1 for _ in at), *sizes))
+
+
+def _part(spec: TensorSpec, number: int) -> tuple[str, int]:
+    """Of a tensor whose parts are stored apart: what is behind the key of a part, and the number of rows above it."""
+    if not spec.parallel.names:
+        return "", 0
+    return f".{spec.parallel.names[number]}", sum(spec.parallel.rows_of_parts(spec.rows)[:number])
 
 
 def _stage(name: str, layers: int, stages: int) -> int:
@@ -144,12 +154,10 @@ def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) ->
         pieces.setdefault(each.key, []).append(each)
     stored = {}
     for key, theirs in pieces.items():
-        spec = specs[theirs[0].name]
-        depth = len(theirs[0].piece.offsets) - len(spec.shape)  # dimensions of layers and experts
-        counts = (max(each.piece.offsets[axis] for each in theirs) + 1 for axis in range(depth))
-        shape = (*counts, *spec.shape)
+        ends = ([a + b for a, b in zip(each.piece.offsets, each.piece.sizes, strict=True)] for each in theirs)
+        shape = tuple(map(max, zip(*ends, strict=True)))
         assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
-        stored[key] = dcp.DcpTensor(shape, spec.dtype, tuple(each.piece for each in theirs))
+        stored[key] = dcp.DcpTensor(shape, specs[theirs[0].name].dtype, tuple(each.piece for each in theirs))
     return stored
 
 

@@ -110,10 +110,13 @@ def renumbered(name: str, first_layer: int, first_expert: int) -> str:
     return name
 
 
-_ROWS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight")
+_ROWS = (
+    *("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight"),
+    *("self_attention.dt_bias", "self_attention.A_log"),
+)
 _ROWS_OF = re.compile(r".+\.(?:linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(?:weight|bias)")
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
-_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
+_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|self_attention\.out_proj)\.weight\d*")
 
 
 def parallel_of(name: str, gated: bool) -> Parallel:

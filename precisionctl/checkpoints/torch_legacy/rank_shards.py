@@ -83,7 +83,7 @@ def assembled(
             shards = [tuple(shard for replicas in shards for shard in replicas)]
         else:
             axis = 0 if how.kind == "rows" else 1
-            if len(shape) <= axis or shape[axis] % how.parts:
+            if len(shape) <= axis or any(shape[axis] * part % sum(how.parts) for part in how.parts):
                 raise DamagedCheckpoint(f"`{name}` is {shape} on a rank", where=first.rank.path)
             shape[axis] *= size
         tensors[name] = ShardedTensor(TensorSpec(tuple(shape), first.tensor.dtype, how), tuple(shards))

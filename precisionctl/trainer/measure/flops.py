@@ -3,7 +3,8 @@
 The convention is that of Megatron-LM's `num_floating_point_operations` (megatron/training/training.py), so that numbers
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
 that a token goes through, of attention the half that a causal mask leaves (whatever the window), and logits of the
-padded vocabulary. Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the guard's
+padded vocabulary; of a gated delta net its convolution too, and four products of a state's size for each token.
+Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the guard's
 passes compute additionally: these are FLOPs of the model, not of the machine.
 """
 
@@ -21,19 +22,33 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with values
     per_pair = model.query_size + model.projection_size
     attention = sum(length * length for length in each) * per_pair // 2
-    products = sum(each) * weights_used(model) + model.num_layers * attention
+    layers = range(model.num_layers)
+    with_attention = sum(not model.has_delta_net(layer) for layer in layers)
+    products = sum(each) * weights_used(model) + with_attention * attention
+    products += sum(each) * (model.num_layers - with_attention) * delta_rule(model)
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products
 
 
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
-    layers = sum(projections(model) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
+    layers = sum(projections(model, layer) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
     return layers + model.hidden_size * model.padded_vocab_size
 
 
-def projections(model: ModelShape) -> int:
-    """The number of weights in the linears of a layer's attention."""
+def delta_rule(model: ModelShape) -> int:
+    """The products for each token of a gated delta net between its linears: of the convolution, and of a state with its
+    decay, key, value and query."""
+    gdn = model.gdn
+    if gdn is None:
+        return 0
+    return gdn.conv_kernel_dim * gdn.conv_size + 4 * gdn.value_size * gdn.key_head_dim
+
+
+def projections(model: ModelShape, layer: int) -> int:
+    """The number of weights in the linears of a layer's attention, or of its gated delta net."""
     hidden, mla = model.hidden_size, model.mla
+    if model.gdn and model.has_delta_net(layer):
+        return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
     out = model.projection_size * hidden
     if mla is None:
         return hidden * model.qkv_size + out

@@ -10,10 +10,11 @@ counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import GatedDeltaNet, ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import indexer, mlp, projections
+from precisionctl.trainer.model.delta_rule import CHUNK
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Parameters:
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
 
         def dense(layer: int) -> int:
-            attention = projections(model) + (indexer(model) if model.has_indexer(layer) else 0)
+            attention = projections(model, layer) + (indexer(model) if model.has_indexer(layer) else 0)
             if moe is None or not model.has_experts(layer):
                 return attention + mlp(model, model.ffn_hidden_size)
             router = moe.num_experts * model.hidden_size
@@ -136,6 +137,7 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
     widest = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]  # channels of activations
+    widest += [model.gdn.in_proj_size] if model.gdn else []
     if model.moe:
         widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
@@ -181,7 +183,9 @@ class _Kept:
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
-    attention = kept.input * model.hidden_size + _attention(model, kept, length) / kept.tensor
+    gdn = model.gdn if model.has_delta_net(layer) else None
+    inside = _delta_net(gdn, kept) if gdn else _attention(model, kept, length)
+    attention = kept.input * model.hidden_size + inside / kept.tensor
     return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
 
 
@@ -195,6 +199,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
     else:
         keys = model.key_value_size // 2
         made = 2 * model.qkv_size + rotated * (model.query_size + keys)
+        if model.attention_output_gate:  # its sigmoid, what that multiplies, and the product
+            made += (4 + 4) * model.query_size
         if model.qk_layernorm:
             made += kept.norm * (model.query_size + keys)
     fused = 4 * heads + 2 * out
@@ -204,6 +210,16 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
         capped = 0 if model.attn_logit_softcapping is None else 4
         core = heads * length * (4 + 2 + capped) + 3 * 2 * out
     return made + core + (kept.input * out if kept.input < 2 else 0)
+
+
+def _delta_net(gdn: GatedDeltaNet, kept: _Kept) -> float:
+    """Bytes that a gated delta net saves for the backward for each token, in rows of several chunks."""
+    heads, keys = gdn.num_value_heads, gdn.num_value_heads * gdn.key_head_dim  # for each value head
+    made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
+    # all FP32: products of the tokens of a chunk with one another, of keys, queries and what is read by them, of values
+    # and steps, and the state of each chunk
+    rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
+    return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
 
 
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
@@ -226,3 +242,4 @@ def _tensors(model: ModelShape) -> Iterator[int]:
     """Sizes of the larger linears' weights."""
     yield model.hidden_size * max(model.fc1_size, model.qkv_size, model.projection_size)
     yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
+    yield model.hidden_size * model.gdn.in_proj_size if model.gdn else 0

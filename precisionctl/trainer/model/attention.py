@@ -87,7 +87,8 @@ class NormOverHeads(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
+    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value, each
+    D rows."""
 
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
@@ -106,6 +107,7 @@ class SelfAttention(nn.Module):
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
+        self.gated = model.attention_output_gate
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
@@ -116,6 +118,9 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
+        if self.gated:
+            of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
+            query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
         if self.norms_after_rope:
             query = self.q_layernorm(rotate(query, positions, self.interleaved))
             key = self.k_layernorm(rotate(key, positions, self.interleaved))
@@ -127,7 +132,10 @@ class SelfAttention(nn.Module):
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
-        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        attended = self.core_attention(query, key, value, positions)
+        if self.gated:
+            attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
+        out: Tensor = self.linear_proj(attended)
         return out
 
 

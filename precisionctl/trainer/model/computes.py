@@ -25,7 +25,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
     **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "moe"), ANY
+        ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
@@ -40,10 +40,13 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.score_function": ("softmax", "sigmoid"),
+    **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
+    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
 }
 
 BESIDE_MLA: Mapping[str, object] = {
     "qk_layernorm": False,
+    "attention_output_gate": False,
     "pre_layernorms": True,
     "parallel_residual": False,
     "query_pre_attn_scalar": None,
@@ -56,6 +59,9 @@ BESIDE_MLA: Mapping[str, object] = {
 
 BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False, "pre_layernorms": True, "parallel_residual": False}
 """What layers with experts compute of these; dense ones heed them."""
+
+BESIDE_DELTA_NETS: Mapping[str, object] = {**BESIDE_EXPERTS, "add_bias_linear": False, "activation": "silu"}
+"""What layers with a gated delta net compute of these; those with attention heed them."""
 
 
 def check(model: ModelShape) -> None:
@@ -71,6 +77,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         if heeded is not ANY and value not in heeded:
             yield name, value
     beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
+    beside |= BESIDE_DELTA_NETS if model.gdn else {}
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
     if model.dsa and not model.query_latent:
         yield "dsa", model.dsa
@@ -81,6 +88,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa"):
+    for group in ("moe", "mla", "dsa", "gdn"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -10,6 +10,7 @@ experts of a token. Of V, G and F a tensor rank has a part.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -24,6 +25,7 @@ from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.computes import check
+from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
 from precisionctl.trainer.parallel.shards import ModelShards
@@ -248,9 +250,9 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear, and
-    where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2 that alone. `recompute`
-    keeps no activation but the input for the backward.
+    Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
+    have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
+    that alone. `recompute` keeps no activation but the input for the backward.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
@@ -260,8 +262,10 @@ class Layer(nn.Module):
         self.kind = kind_of(model, number)
         self.parallel_residual, self.residual_multiplier = model.parallel_residual, model.residual_multiplier
         self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
-        self.self_attention: SelfAttention | MLASelfAttention
-        if model.mla:
+        self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
+        if model.gdn and model.has_delta_net(number):
+            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
+        elif model.mla:
             indexer = model.dsa if model.has_indexer(number) else None
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
         else:
@@ -274,6 +278,7 @@ class Layer(nn.Module):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
             if model.post_layernorms:
+                assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
                 add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
                 add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
 
@@ -306,6 +311,7 @@ class MTPLayer(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         norm, size = norm_of(model), model.hidden_size
+        model = replace(model, gdn=None)  # it has attention, whatever the decoder's last layer has
         self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
         self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
         self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)

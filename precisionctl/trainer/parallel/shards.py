@@ -22,7 +22,7 @@ from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
-_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "router", "activation_func")
+_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "activation_func")
 """Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
 _OF_LATENTS = (
@@ -48,7 +48,7 @@ class ModelShards:
             if not row.present.in_layout("megatron", model):
                 continue
             untrained = "{mtp}" in row.megatron  # not computed with, and whole on all ranks
-            spec = TensorSpec(row.shape(model), dtype, REPLICATED if untrained else row.parallel)
+            spec = TensorSpec(row.shape(model), dtype, REPLICATED if untrained else row.cut(model))
             replicated = spec.parallel == REPLICATED
             boxes = [whole(spec)] if replicated else shard_boxes(spec, world.tensor.size)[world.tensor.rank]
             for place in row.places(model):
@@ -143,6 +143,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     shared = {
         "attention heads": model.num_attention_heads,
         "query groups": sizes.tensor if model.mla else model.num_query_groups,
+        "key heads of a gated delta net": model.gdn.num_key_heads if model.gdn else sizes.tensor,
         "rows of the vocabulary, padded": model.padded_vocab_size,
         "channels of an MLP": model.ffn_hidden_size if moe is None or not all(moe.layer_freq) else sizes.tensor,
         "channels of an expert": moe.ffn_hidden_size if moe else sizes.tensor,

@@ -1,0 +1,78 @@
+"""config.json's keys of models with a gated delta net beside attention, which Qwen3-Next and Qwen3.5 have in common."""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    HEADS,
+    SILU,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Rule,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.rope import rope
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape
+
+_KINDS = {"linear_attention": True, "full_attention": False}
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed = config.get("layer_types")
+    if listed is None:  # every fourth has attention, or what `full_attention_interval` says
+        every = size({"full_attention_interval": 4} | dict(config), "full_attention_interval", where)
+        return {"gdn.layers": tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))}
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, not a list of layers", where=where)
+    unknown = [kind for kind in listed if kind not in _KINDS]
+    if unknown:
+        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {', '.join(_KINDS)}.")
+    return {"gdn.layers": tuple(_KINDS[kind] for kind in listed)}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    return {
+        "layer_types": [
+            "linear_attention" if model.has_delta_net(layer) else "full_attention" for layer in range(model.num_layers)
+        ]
+    }
+
+
+COMMON: tuple[Entry, ...] = (
+    HEADS,
+    ATTENTION_BIAS,
+    SILU,
+    Always("qk_layernorm", True),
+    Always("attention_output_gate", True),
+    Always("zero_centered_gamma", True),
+    Always("hf_zero_centered_gamma", True),
+    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    Rule(("layer_types", "full_attention_interval"), _read_layers, _write_layers),
+    Key("gdn.num_key_heads", "linear_num_key_heads", 16),
+    Key("gdn.num_value_heads", "linear_num_value_heads", 32),
+    Key("gdn.key_head_dim", "linear_key_head_dim", 128),
+    Key("gdn.value_head_dim", "linear_value_head_dim", 128),
+    Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    rope(percent=0.25, partial=True),
+    tied(False),
+)
+
+
+def prediction_layers(key: str) -> Rule:
+    """How many layers of multi-token prediction there are: one, or none. Published files have one of which config.json
+    may say nothing, and transformers leaves it out of what it saves; whether there is one, tensors show."""
+
+    def read(config: Config, where: object) -> Fields:
+        found = config.get(key)
+        number = 1 if found is None else found
+        if number not in (0, 1):
+            raise UnknownArchitecture(
+                f"{key}={shown(number)}", where=where, do="Known is one layer of multi-token prediction."
+            )
+        return {"mtp_num_layers": int(number)}
+
+    return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})

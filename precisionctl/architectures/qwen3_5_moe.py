@@ -1,0 +1,30 @@
+"""Qwen3.5's text model with experts in all layers.
+
+Trap: there is no `intermediate_size`, as no layer is dense.
+"""
+
+from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule, layers
+from precisionctl.architectures.delta_net_keys import COMMON
+from precisionctl.architectures.delta_net_rows import SPARSE
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.qwen3_5 import PREDICTION_LAYERS, rows
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    rows=rows(*SPARSE),
+    config=(
+        *(entry for entry in SIZES if "intermediate_size" not in entry.keys),
+        *COMMON,
+        Key("ffn_hidden_size", "moe_intermediate_size", 512),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
+        Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)}),
+        Key("moe.num_experts", "num_experts", 256, older="num_local_experts"),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        Always("moe.shared_expert_gate", True),
+        PREDICTION_LAYERS,
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

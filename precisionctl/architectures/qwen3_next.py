@@ -1,0 +1,42 @@
+"""Qwen3-Next: in three of four layers a gated delta net in the place of attention, and experts in all of them.
+
+Traps: published files have a layer of multi-token prediction, `mtp.*`, of which config.json says nothing and which
+transformers leaves out. q_proj makes an output gate too, head by head. Without `partial_rotary_factor` a quarter of
+each head's channels is rotated.
+"""
+
+from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule
+from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
+from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, prediction
+from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS
+from precisionctl.architectures.rearrange import BY_HEAD
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen3_next": "Qwen3NextForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)),
+        *DENSE,
+        *SPARSE,
+        *FINAL_NORM,
+        *OUTPUT,
+        *prediction(*DENSE, *SPARSE),
+    ),
+    config=(
+        *SIZES,
+        *COMMON,
+        *EXPERTS_OF_LAYERS,
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+        Always("moe.shared_expert_gate", True),
+        Rule(
+            ("norm_topk_prob",),
+            lambda config, where: {"moe.pre_softmax": config.get("norm_topk_prob") is False},
+            lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
+        ),
+        prediction_layers("num_nextn_predict_layers"),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,61 @@
+"""What checkpoints of trainers share that have Hugging Face's names and no model of their own: config.json says which
+model it is, beside the checkpoint, as Hugging Face's Trainer has it, or of the reference."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from precisionctl.architectures.families import read_model
+from precisionctl.checkpoints.base import Companions, Hints, Reader
+from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.errors import CheckpointError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout
+
+
+class TrainerDirectory:
+    """The part of a Reader that is not tensors. `what` it is, is said in errors; `beside` are directories where its
+    config.json may be too."""
+
+    layout: Layout = "hf"
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, path: Path, hints: Hints, what: str, *beside: Path) -> None:
+        self.path = path
+        self._hints, self._what, self._beside = hints, what, beside
+
+    @cached_property
+    def own_companions(self) -> Companions:
+        places = (read_companions(place) for place in dict.fromkeys((self.path, *self._beside)))
+        found = next((one for one in places if "config.json" in one.files), None)
+        return replace(found or read_companions(self.path), notes=())
+
+    @property
+    def companions(self) -> Companions:
+        """Those of the reference that a user has named, else those beside the checkpoint."""
+        return self._hints.companions or self.own_companions
+
+    @cached_property
+    def model(self) -> ModelShape:
+        if not says_its_model(self):
+            raise CheckpointError(
+                f"{self._what} does not say which model it is",
+                where=self.path,
+                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
+                "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
+            )
+        path = self.path / "config.json"
+        return read_model(parse_json(self.companions.files["config.json"], path), path)
+
+    @cached_property
+    def fp8(self) -> Fp8States | None:
+        return sidecar.find(self.path)
+
+
+def says_its_model(reader: Reader | TrainerDirectory) -> bool:
+    """Whether a checkpoint has what says which model it is. Else names are as they are stored."""
+    return not isinstance(reader, TrainerDirectory) or "config.json" in reader.companions.files

@@ -1,0 +1,55 @@
+"""The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3).
+
+Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)` and learns by a step of size `b` to give
+the value `v` for the key `k`: `S' = exp(g) S`, then `S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps
+of a chunk depend on one another by a triangular system, which is solved at once.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens; as many as Megatron-Core's and transformers' implementations take."""
+
+_EPSILON = 1e-6
+"""Added to the squares of a query's or a key's length, which both are divided by."""
+
+
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` and `b` `[B, S, N]`, N a multiple of H; gives
+    `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
+    length, wide = value.shape[1], torch.promote_types(value.dtype, torch.float32)
+    served = value.shape[2] // key.shape[2]
+    query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
+    query = query * key.shape[-1] ** -0.5
+    query, key, new, rates, decays = (
+        _in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], decay[..., None])
+    )  # [B, N, chunks, CHUNK, ...]
+    past = decays.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=past.device).tril()
+    between = (past - past.mT).masked_fill(~lower, -torch.inf).exp()  # from each token to each later one
+    system = rates * (key @ key.mT) * between  # only what is below its diagonal counts
+    learned = torch.linalg.solve_triangular(system, rates * new, upper=False, unitriangular=True)
+    read = torch.linalg.solve_triangular(system, rates * past.exp() * key, upper=False, unitriangular=True)
+    seen = (query @ key.mT) * between
+    from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
+    whole = past[..., -1:, :].exp()
+    state = new.new_zeros(*new.shape[:2], key.shape[-1], new.shape[-1])
+    outputs = []
+    for chunk in range(new.shape[2]):
+        steps = learned[:, :, chunk] - read[:, :, chunk] @ state
+        outputs.append(from_state[:, :, chunk] @ state + seen[:, :, chunk] @ steps)
+        state = whole[:, :, chunk] * state + to_state[:, :, chunk].mT @ steps
+    return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
+
+
+def _of_length_1(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)
+
+
+def _in_chunks(tensor: Tensor) -> Tensor:
+    """`[B, S, N, ...]` as `[B, N, chunks, CHUNK, ...]`, with zeros behind the last token: they change no state."""
+    padded = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % CHUNK))
+    heads = padded.transpose(1, 2)
+    return heads.reshape(*heads.shape[:2], -1, CHUNK, heads.shape[-1])

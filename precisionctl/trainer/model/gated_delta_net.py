@@ -1,0 +1,62 @@
+"""A gated delta net in the place of attention, with Megatron-Core's parameter names (ssm/gated_delta_net.py).
+
+Shape letters: B batch, S sequence, T tokens, E hidden_size; H key heads and N value heads (a tensor rank's), of K and D
+channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_shape import GatedDeltaNet, ModelShape
+from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
+from precisionctl.trainer.model.delta_rule import gated_delta_rule
+from precisionctl.trainer.model.positions import Positions
+
+
+class GatedDeltaNetAttention(nn.Module):
+    """Queries, keys and values go through a causal convolution, the gated delta rule, a norm of each head that is
+    multiplied by a gate, and out_proj. Rows of in_proj: queries, keys, values, gates, then what makes the rule's
+    learning rates and decays, one for each value head."""
+
+    def __init__(self, name: str, model: ModelShape, gdn: GatedDeltaNet, backend: Backend) -> None:
+        super().__init__()
+        ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
+        self.parts = [rows // ranks for rows in gdn.in_proj_parts]
+        self.key_head, self.value_head = gdn.key_head_dim, gdn.value_head_dim
+        norm, heads, channels = norm_of(model), gdn.num_value_heads // ranks, sum(self.parts[:3])
+        self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, gdn.in_proj_size, False, norm)
+        self.conv1d = nn.Conv1d(
+            channels, channels, gdn.conv_kernel_dim, groups=channels, bias=False, dtype=dtype, device=device
+        )
+        self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
+        self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
+        self.out_norm = backend.norm(gdn.value_head_dim, norm)
+        self.out_proj = backend.linear(f"{name}.out_proj", gdn.value_size, model.hidden_size, False, "row")
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[T, E]` to the same."""
+        projected = self.in_proj(hidden).view(*positions.shape, -1)
+        if positions.packed is None:
+            made = self._attend(projected)
+        else:  # each text by itself: none begins with what another left in the state, or in the convolution
+            texts = torch.split(projected.flatten(0, 1)[None], list(positions.packed.lengths), 1)
+            made = torch.cat([self._attend(text) for text in texts], 1)
+        out: Tensor = self.out_proj(made.flatten(0, 1))
+        return out
+
+    def _attend(self, projected: Tensor) -> Tensor:
+        """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
+        channels = sum(self.parts[:3])
+        mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
+        taps = self.conv1d.weight.shape[-1]
+        mixed = F.conv1d(F.pad(mixed.mT, (taps - 1, 0)), self.conv1d.weight, groups=channels)
+        heads = torch.split(F.silu(mixed).mT, self.parts[:3], -1)
+        query, key, value = (
+            each.reshape(*each.shape[:2], -1, size)
+            for each, size in zip(heads, (self.key_head, self.key_head, self.value_head), strict=True)
+        )
+        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        read = gated_delta_rule(query, key, value, decay, beta.sigmoid())
+        gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())
+        return gated.to(projected.dtype).flatten(2)

@@ -1,0 +1,125 @@
+"""Checkpoints that real trainers write are read to the last bit; what is written of them, the trainers go on from."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import conversions
+import environments
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from forked import free_port
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+HERE = Path(__file__).parent
+NAMES = ("model", "optimizer")
+RUNS = [(version, ranks) for version in (1, 2) for ranks in (1, 2)]
+
+
+def run_ranks(python: str | Path, ranks: int, program: str | Path, *arguments: object, **environment: str) -> None:
+    command = [python, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    program = HERE / program
+    done = subprocess.run(
+        [*command, program, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[:-2000][-3000:]
+
+
+def read_by_torch(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """What torch's own loader finds in a directory where `expected` should be."""
+    state = {key: {name: torch.full_like(tensor, 7) for name, tensor in one.items()} for key, one in expected.items()}
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state
+
+
+def as_state_dict(weights: dict[str, Tensor], **kinds: dict[str, Tensor]) -> dict[str, Any]:
+    """Flat keys of `{"model": ..., "optimizer": {"state": ...}}`."""
+    moments = {f"{name}.{kind}": tensor for kind, found in kinds.items() for name, tensor in found.items()}
+    return {"model": weights, "optimizer.state": moments}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key, tensors in expected.items():
+        assert [name for name, tensor in tensors.items() if not torch.equal(found[key][name], tensor)] == []
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"fsdp{run[0]}-ranks{run[1]}")
+def accelerated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    folder, (version, ranks) = tmp_path_factory.mktemp("accelerate"), request.param
+    run_ranks(sys.executable, ranks, "accelerate_fsdp.py", version, folder / "run")
+    run, reference = folder / "run", folder / "run" / "config"
+    conversions.run(run / "checkpoint-3", folder / "megatron", "megatron", "bf16", reference=reference, verify=True)
+    conversions.run(folder / "megatron", folder / "back", "hf", container="dcp", verify=True)
+    return folder, version, ranks
+
+
+def test_accelerates_masters_and_moments_come_through_megatron_to_the_last_bit(
+    accelerated: tuple[Path, int, int],
+) -> None:
+    """Those of the live run; of FSDP 1 those that torch's own loader finds."""
+    folder, version, _ = accelerated
+    if version == 1:
+        found = FileSystemReader(folder / "back").read_metadata().state_dict_metadata
+        tensors = {key: torch.empty(one.size) for key, one in found.items() if isinstance(one, TensorStorageMetadata)}
+        parts = {name: {key: tensor for key, tensor in tensors.items() if key.startswith(name)} for name in NAMES}
+        for part, directory in zip(parts.values(), ("pytorch_model_fsdp_0", "optimizer_0"), strict=True):
+            reader = FileSystemReader(folder / "run" / "checkpoint-3" / directory)
+            dcp.load(part, storage_reader=reader, no_dist=True)
+        back = {key: torch.empty_like(one) for key, one in tensors.items()}
+        dcp.load(back, storage_reader=FileSystemReader(folder / "back"), no_dist=True)
+        assert_same({"": back}, {"": parts["model"] | parts["optimizer"]})
+        return
+    live = torch.load(folder / "run" / "live.pt")
+    kinds = {kind: {name: state[kind] for name, state in live["state"].items()} for kind in ("exp_avg", "exp_avg_sq")}
+    steps = {name: torch.as_tensor(state["step"]).float() for name, state in live["state"].items()}
+    expected = as_state_dict(live["model"], **kinds, step=steps)
+    assert_same(read_by_torch(folder / "back", expected), expected)
+
+
+def test_hf_trainer_goes_on_from_what_came_through_megatron(accelerated: tuple[Path, int, int]) -> None:
+    folder, version, ranks = accelerated
+    if version == 1:
+        pytest.skip("accelerate's FSDP 1 takes groups of parameters as they are in the file: all in the first")
+    step = folder / "checkpoint-3"
+    step.mkdir()
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (step / name).symlink_to(folder / "back")
+    for file in (folder / "run" / "checkpoint-3").iterdir():
+        if file.is_file():  # the schedule, generators and the step
+            shutil.copy(file, step)
+    run_ranks(sys.executable, ranks, "accelerate_fsdp.py", version, folder / "resumed", step)
+    whole, resumed = (json.loads((folder / run / "losses.json").read_text()) for run in ("run", "resumed"))
+    assert len(whole) == 8 and resumed == whole
+
+
+@pytest.mark.parametrize(("ranks", "fused"), [(1, True), (2, True), (2, False)])
+def test_torchtitans_weights_and_moments_are_its_own_adapters_to_the_last_bit(
+    tmp_path: Path, ranks: int, fused: bool
+) -> None:
+    versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
+    also = "torchdata datasets einops tyro tensorboard spmd_types==0.2.3 torch_checkpointing".split()
+    python = environments.python_with(
+        "torchtitan", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "torchtitan==0.3.0")
+    )
+    run_ranks(python, ranks, "torchtitan_save.py", tmp_path, FUSED=str(int(fused)))
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope)
+    config.save_pretrained(tmp_path / "config")
+    made, reference = tmp_path / "checkpoint" / "step-2", tmp_path / "config"
+    conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference, verify=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    live = torch.load(tmp_path / "live.pt")
+    expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
+    assert_same(read_by_torch(tmp_path / "back", expected), expected)

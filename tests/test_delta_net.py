@@ -1,0 +1,171 @@
+"""Gated delta nets: the rule against a slow one, texts that share rows, and checkpoints whose bits all come back."""
+
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from gpt_models import as_gpt, converted, transformers_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from precisionctl.architectures.delta_net_keys import prediction_layers
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
+from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
+from precisionctl.param import Parallelism
+from precisionctl.trainer.model.delta_rule import CHUNK, gated_delta_rule
+from precisionctl.trainer.model.positions import PackedSequences
+
+
+def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Two key heads of 4 channels for four value heads of 3: queries, keys, values, decays, learning rates."""
+    torch.manual_seed(length)
+    query, key = torch.randn(2, 2, length, 2, 4, dtype=dtype).unbind()
+    value, decay, beta = torch.randn(2, length, 4, 3), -torch.rand(2, length, 4), torch.rand(2, length, 4)
+    return [query, key, value.to(dtype), decay.to(dtype), beta.to(dtype)]
+
+
+def slowly(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Token by token and head by head, as the paper defines it."""
+    out = torch.empty_like(value)
+    for row in range(value.shape[0]):
+        for head in range(value.shape[2]):
+            state = value.new_zeros(value.shape[3], key.shape[3])  # [D, K]
+            for token in range(value.shape[1]):
+                k, q = key[row, token, head // 2], query[row, token, head // 2]
+                k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / 2  # the root of 4 channels
+                step = beta[row, token, head]
+                forgets = torch.eye(len(k), dtype=k.dtype) - step * torch.outer(k, k)
+                state = decay[row, token, head].exp() * state @ forgets + step * torch.outer(value[row, token, head], k)
+                out[row, token, head] = state @ q
+    return out
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
+def test_the_chunked_rule_gives_what_token_by_token_does(length: int) -> None:
+    given = inputs(length)
+    torch.testing.assert_close(gated_delta_rule(*given), slowly(*given), rtol=0, atol=1e-12)
+
+
+def test_the_rule_in_fp32_is_that_of_transformers() -> None:
+    given = inputs(CHUNK + 9, torch.float32)
+    expected, _ = torch_recurrent_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(gated_delta_rule(*given), expected, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
+    given = [tensor[:1, : CHUNK + 2].requires_grad_() for tensor in inputs(CHUNK + 2)]
+    assert torch.autograd.gradcheck(gated_delta_rule, given, fast_mode=True)
+
+
+def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path) -> None:
+    model = as_gpt(converted(transformers_model("qwen3-5"), tmp_path))
+    tokens, lengths = torch.randint(250, (2, 12)), (5, 7, 12)
+    with torch.no_grad():
+        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
+        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
+        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
+        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+
+
+def published(folder: Path, family: str, wide: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """As a family's files are published: with a layer of multi-token prediction, of which transformers knows nothing,
+    norms that are not near 1, and `wide` ones in FP32."""
+    pico.save(folder, family, dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name in [*tensors]:
+        if name.startswith("model.layers.3."):
+            tensors[name.replace("model.layers.3.", "mtp.layers.0.")] = torch.randn_like(tensors[name])
+        if name.endswith("linear_attn.norm.weight"):
+            tensors[name] = (torch.randn(8) / 4).bfloat16()
+        if name.endswith(wide):
+            tensors[name] = tensors[name].float()
+    tensors |= {f"mtp.{name}.weight": torch.randn(64).bfloat16() for name in ("norm", "pre_fc_norm_embedding")}
+    tensors |= {"mtp.pre_fc_norm_hidden.weight": torch.randn(64).bfloat16(), "mtp.fc.weight": torch.randn(64, 128)}
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("wide", [(), ("A_log", "linear_attn.norm.weight")], ids=["bf16", "fp32 in part"])
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3-5"])
+def test_a_published_checkpoint_comes_back_from_any_division(
+    tmp_path: Path, family: str, container: str, wide: tuple[str, ...]
+) -> None:
+    """A norm that is not near 1 is rounded where 1 is taken from it in BF16."""
+    stored = published(tmp_path / "hf", family, wide)
+    sizes = Parallelism(2, 2, expert=2 if family == "qwen3-next" else 1)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=sizes)))
+    execute(plan_command(Request(tmp_path / "m", tmp_path / "back", "hf")))
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == stored.keys()
+    assert [n for n in stored if back[n].dtype != stored[n].dtype or not torch.equal(back[n], stored[n])] == []
+
+
+def test_torch_dist_has_the_parts_of_a_delta_net_as_megatron_core_stores_them(tmp_path: Path) -> None:
+    """Names and shapes of GatedDeltaNet.sharded_state_dict, megatron-core 0.16.1."""
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16)
+    sizes = Parallelism(2)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=sizes)))
+    index, start = dcp.read_index(tmp_path / "m/release"), "decoder.layers.1.self_attention."
+    found = {key.removeprefix(start): stored for key, stored in index.tensors.items() if key.startswith(start)}
+    assert {key: stored.shape for key, stored in found.items()} == {
+        "in_proj.layer_norm_weight": (64,),
+        **{f"in_proj.weight.{part}": (64, 64) for part in ("query", "key")},
+        **{f"in_proj.weight.{part}": (128, 64) for part in ("value", "z")},
+        **{f"in_proj.weight.{part}": (16, 64) for part in ("beta", "alpha")},
+        **{f"conv1d.weight.{part}": (64, 1, 4) for part in ("query", "key")},
+        "conv1d.weight.value": (128, 1, 4),
+        **dict.fromkeys(("A_log", "dt_bias"), (16,)),
+        "out_norm.weight": (8,),
+        "out_proj.weight": (64, 128),
+    }
+    assert {piece.sizes for piece in found["in_proj.weight.z"].pieces} == {(64, 64)}
+
+
+def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, linear_num_key_heads=1, linear_key_head_dim=15)
+    with pytest.raises(ShapeMismatch, match=r"self_attention.in_proj.weight.*cannot be cut into 2"):
+        plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
+
+
+def test_exports_leave_what_makes_decay_and_learning_rate_in_bf16(tmp_path: Path) -> None:
+    for family, kept in (("qwen3-next", {"in_proj_ba"}), ("qwen3-5", {"in_proj_a", "in_proj_b"})):
+        pico.save(tmp_path / family, family, dtype=torch.bfloat16)
+        asked = Request.export(tmp_path / family, tmp_path / "out", "vllm", "dynamic", keep_misfits=True)
+        plan = plan_command(asked).plan
+        of_nets = {name.split(".")[-2] for name in plan.targets if ".linear_attn." in name and name.endswith(".weight")}
+        coded = {name.split(".")[-2] for name in plan.codes if ".linear_attn." in name}
+        assert of_nets - coded == {*kept, "conv1d", "norm"}
+
+
+def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:
+    config = pico.make("qwen3-5").config.to_dict()
+    with pytest.raises(UnknownArchitecture, match="layers of type 'mamba'"):
+        from_hf_config(config | {"layer_types": ["mamba"] * 4})
+    with pytest.raises(DamagedCheckpoint, match="16 value heads for 3 key heads"):
+        from_hf_config(config | {"linear_num_key_heads": 3})
+    with pytest.raises(UnknownArchitecture, match="mtp_num_hidden_layers=2"):
+        prediction_layers("mtp_num_hidden_layers").read({"mtp_num_hidden_layers": 2}, "config.json")
+
+
+def test_what_a_run_trained_is_in_hugging_face_to_the_bit(tmp_path: Path) -> None:
+    """Megatron's BF16 norms are their factors less one: these need FP32, and from there the way back is exact."""
+    published(tmp_path / "hf", "qwen3-5")
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", "bf16")))
+    execute(plan_command(Request(tmp_path / "m", tmp_path / "there", "hf")))
+    execute(plan_command(Request(tmp_path / "there", tmp_path / "back", "megatron")))
+    one, other = (open_checkpoint(tmp_path / name) for name in ("m", "back"))
+    assert one.specs == other.specs
+    assert [name for name in one.specs if not torch.equal(read_tensor(one, name), read_tensor(other, name))] == []
+    norm = load_file(tmp_path / "there/model.safetensors")["model.layers.0.linear_attn.norm.weight"]
+    assert norm.dtype == torch.float32

@@ -1,0 +1,85 @@
+"""Every family in FP8 for inference: what a dynamic export and one of blocks decode to is near what was exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import in_memory
+import pico
+import pytest
+import torch
+from conversions import run
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+
+AS_COLUMNS = ("gpt2",)
+"""Families that store matrices as [in, out], whose rows are not the channels that these schemes scale."""
+
+_WHOLE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+_LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
+
+
+def sizes(family: str) -> dict[str, Any]:
+    """Whole blocks."""
+    said, model = pico.FAMILIES[family], pico.shape(family)
+    if model.mla:
+        return {**_WHOLE, **_LATENT} | ({} if model.query_latent else {"q_lora_rank": None})
+    if "n_embd" in said:
+        return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}
+    if said.get("rope_parameters") is pico.LONG_ROPE:  # its factors are for heads of 16 channels
+        return {**_WHOLE, "num_attention_heads": 16, "num_key_value_heads": 8}
+    return {**_WHOLE, "head_dim": 64} if "head_dim" in said else _WHOLE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", [family for family in pico.FAMILIES if family not in AS_COLUMNS])
+@pytest.mark.parametrize(("method", "scheme"), [("compressed-tensors", "dynamic"), ("fp8", "block")])
+def test_an_export_decodes_to_nearly_the_weights_of_its_source(
+    tmp_path: Path, family: str, method: str, scheme: Any
+) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **sizes(family))
+    source = HuggingFaceReader(tmp_path / "hf")
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "export", method, scheme)
+    assert exported.encodings
+    values = in_memory.to_hf(exported, dtype=torch.bfloat16).tensors
+    assert values.keys() == in_memory.to_hf(source, respelled=True).tensors.keys()
+    for name in exported.encodings:
+        expected, found = read_tensor(source, name).float(), values[name].float()
+        assert (expected - found).norm() < 0.04 * expected.norm(), name
+
+
+def test_codes_of_an_indexer_go_to_megatron_and_come_back(tmp_path: Path) -> None:
+    """As DeepSeek-V3.2 was released: this project's own exports leave the indexer in BF16."""
+    pico.save(tmp_path / "hf", "deepseek-v3.2", dtype=torch.bfloat16, **sizes("deepseek-v3.2"), index_head_dim=128)
+    in_memory.export(HuggingFaceReader(tmp_path / "hf"), tmp_path / "fp8", "fp8", "block")
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    stored = load_file(file)
+    of_indexer = [name for name in stored if name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))]
+    assert len(of_indexer) == 2 * 3
+    for name in of_indexer:
+        blocks = stored[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        stored[name] = (blocks / scales).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
+        stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    left = config["quantization_config"]["modules_to_not_convert"]
+    config["quantization_config"]["modules_to_not_convert"] = [
+        name for name in left if ".wq_b" not in name and ".wk" not in name
+    ]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    back = load_file(file)
+    assert back.keys() == stored.keys()
+    assert [
+        name for name in back if not torch.equal(back[name].view(torch.uint8), stored[name].view(torch.uint8))
+    ] == []

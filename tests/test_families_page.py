@@ -1,0 +1,45 @@
+"""docs/families.md's table is made from the tables of families and from the lists of who judges them."""
+
+from pathlib import Path
+
+import pico
+import pytest
+from judges import BRIDGE, CORE, CORE_FIRST, CORE_LATER, CORE_LOADS
+
+from precisionctl.architectures.families import supported
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.trainer.model.computes import check
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+HEAD = ("| `model_type` | names in Megatron by | Megatron-Core computes | judged by |", "|---|---|---|---|")
+FAMILIES = {
+    kind: [family for family in pico.FAMILIES if pico.shape(family).architecture == kind] for kind in supported()
+}
+
+
+def line(model_type: str) -> str:
+    like = pico.ALSO.get(model_type)
+    families = FAMILIES[like or model_type]
+    otherwise = ", ".join(f"`{field}`" for field in otherwise_in_megatron(pico.shape(families[0])))
+    judges = ["transformers" if like is None else f"transformers, as `{like}`"]
+    if {*families} & {*CORE, *CORE_FIRST, *CORE_LATER} and like is None:
+        judges.append("Megatron-Core")
+    if {*families} & {*CORE_LOADS}:
+        judges.append("Megatron-Core (parameters)")
+    if {*families} & BRIDGE.keys() and like is None:
+        judges.append("Megatron-Bridge")
+    computes = f"all but {otherwise}" if otherwise else "all"
+    return f"| `{model_type}` | {supported()[model_type].names_by} | {computes} | {', '.join(judges)} |"
+
+
+def test_the_page_has_the_table_that_the_code_makes() -> None:
+    expected = [*HEAD, *map(line, sorted(supported()))]
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert HEAD[0] in lines, "\n".join(expected)
+    first = lines.index(HEAD[0])
+    assert lines[first : first + len(expected) + 1] == [*expected, ""], "\n".join(expected)
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_every_family_is_one_that_the_trainer_computes(family: str) -> None:
+    check(pico.shape(family))

@@ -1,0 +1,94 @@
+"""AdamW's state under numbers is that of the parameters that it was of, or is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import conversions
+import pico
+import pytest
+import torch
+from trained_models import RATE, adamw, moments, train
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.numbered_optimizer import parameter_order
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import CheckpointError
+from precisionctl.reports import inspect
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_the_order_of_parameters_is_that_of_the_class_or_not_known(family: str) -> None:
+    with torch.device("meta"):
+        names = [name for name, _ in pico.make(family).named_parameters()]
+    try:
+        assert parameter_order(sorted(names), Path("somewhere")) == names
+    except CheckpointError:
+        assert not family.startswith(("llama", "mistral", "qwen2", "qwen3", "gemma")) or "moe" in family
+
+
+def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes: Any) -> Any:
+    """`checkpoint-7` after two updates, as Hugging Face's Trainer saves it, and what was live."""
+    model = pico.save(path, family, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE) if one_group else adamw(model)
+    train(model, optimizer, range(2))
+    model.save_pretrained(path)
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("family", "one_group", "dtype"),
+    [
+        ("llama-3", False, torch.bfloat16),
+        ("llama-tied", True, torch.float32),
+        ("qwen2", False, torch.float32),
+        ("gemma3", False, torch.bfloat16),
+    ],
+)
+def test_hf_trainers_optimizer_goes_along_and_weights_are_its_masters(
+    tmp_path: Path, family: str, one_group: bool, dtype: torch.dtype
+) -> None:
+    model, optimizer = hf_trainer_step(tmp_path / "checkpoint-7", family, one_group, dtype=dtype)
+    conversions.run(tmp_path / "checkpoint-7", tmp_path / "out", "megatron", verify=True)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 7
+    assert reader.common["optimizer"]["optimizer"]["state"] == {"common_step": 2}
+    conversions.run(tmp_path / "out", tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for name, tensor in moments(model, optimizer, kind).items():
+            found = read_tensor(WithOptimizer(back), f"optimizer.state.{kind}.{name}")
+            assert found.dtype == torch.float32 and torch.equal(found, tensor.float()), (kind, name)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read_tensor(back, name), parameter.float())
+
+
+@pytest.mark.parametrize(
+    ("family", "spoil", "message"),
+    [
+        ("qwen3-moe", lambda saved: None, "order of this model's `experts` is not known"),
+        ("llama-3", lambda saved: saved["param_groups"][0]["params"].pop(), "none of this model's"),
+        ("llama-3", lambda saved: saved["state"][3].update(exp_avg=torch.zeros(5)), "not of its shape"),
+        ("llama-3", lambda saved: saved["state"][3].update(step=torch.tensor(9.0)), "other numbers of updates"),
+        ("llama-3", lambda saved: saved["state"].update({99: saved["state"][0]}), "not what PyTorch saves"),
+        ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
+        ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),
+    ],
+)
+def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dropped(
+    tmp_path: Path, family: str, spoil: Any, message: str
+) -> None:
+    step = tmp_path / "checkpoint-7"
+    _, optimizer = hf_trainer_step(step, family)
+    spoil(saved := optimizer.state_dict())
+    torch.save(saved, step / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=rf"{message}.*--drop-optimizer"):
+        conversions.run(step, tmp_path / "out", "megatron")
+    conversions.run(step, tmp_path / "out", "megatron", drop_optimizer=True)
+    told = conversions.run(step, tmp_path / "hf", "hf")
+    assert any("optimizer stays behind" in note for note in told.notes)
+    assert inspect.describe(open_checkpoint(step))["optimizer"]
