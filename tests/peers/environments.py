@@ -28,6 +28,35 @@ def modelopt() -> Path:
     return python_with("modelopt", (*OUR_VERSIONS, *packages))
 
 
+def vllm() -> Path:
+    """The Python of an environment with vLLM, built without kernels: its config parser and its loader; and with the
+    torchvision of its torch, which models of images import."""
+    version = torch.__version__.partition("+")[0]
+    return python_with(
+        "vllm",
+        (f"torch=={version}", *_VLLM_BUILD),
+        _VLLM,
+        ("--no-deps", f"torchvision==0.{int(version.split('.')[1]) + 15}.*"),
+        environment={"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"},
+        without_dependencies="vllm",
+        any_version=("certifi",),  # asked for in a version of the last days, which not every index has yet
+    )
+
+
+_VLLM_BUILD = (
+    "setuptools<81",
+    "setuptools_scm",
+    "setuptools-rust",
+    "wheel",
+    "ninja",
+    "cmake",
+    "packaging",
+    "jinja2",
+    "numpy",
+)
+_VLLM = ("--no-build-isolation", "--no-binary=vllm", "--no-deps", "vllm==0.33.0")
+
+
 def python_with(
     name: str,
     *installs: Sequence[str],

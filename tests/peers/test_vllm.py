@@ -8,12 +8,13 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import environments
 import in_memory
 import matrix
 import pico
 import pytest
 import torch
-from in_vllm import load_in_vllm, out_of, vllm
+from in_vllm import load_in_vllm, out_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -41,7 +42,7 @@ ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_sca
 
 @pytest.fixture(scope="module")
 def python():
-    return vllm()
+    return environments.vllm()
 
 
 @pytest.fixture(scope="module")

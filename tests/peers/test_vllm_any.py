@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import any_models
+import environments
 import pytest
 import torch
-from in_vllm import load_in_vllm, out_of, vllm
+from in_vllm import load_in_vllm, out_of
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints import huggingface
@@ -33,7 +34,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
                 any_models.save(source, kind)
             made[kind, scheme] = root / f"{kind}-{scheme}"
             any_models.export(source, made[kind, scheme], scheme, "vllm")
-    load_in_vllm(vllm(), *made.values())
+    load_in_vllm(environments.vllm(), *made.values())
     return made
 
 

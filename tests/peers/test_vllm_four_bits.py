@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import conversions
+import environments
 import in_memory
 import pico
 import pytest
 import torch
-from in_vllm import load_in_vllm, vllm
+from in_vllm import load_in_vllm
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...
     for (family, target, scheme), out in made.items():
         request = Request.export(root / family, out, target, scheme)  # type: ignore[arg-type]
         conversions.carry_out(request, workers=1)
-    load_in_vllm(vllm(), *made.values())
+    load_in_vllm(environments.vllm(), *made.values())
     return made
 
 
