@@ -62,6 +62,8 @@ NO_LOGITS = (
         "blip-2",
         "codegen",
         "deepseek_v32",
+        "helium",
+        "minicpm3",
         "glm4_moe_lite",
         "glm4v",
         "glm4v_moe",
