@@ -100,15 +100,17 @@ class MLA:
 @dataclass(frozen=True)
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
-    of the text model's `model.` and `lm_head.`. All its other tensors are towers."""
+    of the text model's `model.` and `lm_head.`; `same` are beginnings of names that it has as the text model does. All
+    its other tensors are towers."""
 
     model_type: str
     body: str
     head: str
+    same: tuple[str, ...] = ()
 
     def is_text(self, name: str) -> bool:
         """Whether a tensor of this Hugging Face name is the text model's."""
-        return name.startswith((self.body, self.head))
+        return name.startswith((self.body, self.head, *self.same))
 
     def name_of(self, name: str) -> str:
         """The name in the wrapper of what the text model alone calls so."""

@@ -62,7 +62,7 @@ _DEEPSEEK = {
     "v_head_dim": 24,
 }
 
-_DELTA_NET = {
+DELTA_NET = {
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_num_key_heads": 4,
@@ -264,17 +264,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
     "qwen3-next": {
         "model_type": "qwen3_next",
-        **_DELTA_NET,
+        **DELTA_NET,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
         "mlp_only_layers": [0],
     },
-    "qwen3-5": {"model_type": "qwen3_5_text", **_DELTA_NET},
+    "qwen3-5": {"model_type": "qwen3_5_text", **DELTA_NET},
     "qwen3-5-moe": {
         "model_type": "qwen3_5_moe_text",
-        **_DELTA_NET,
+        **DELTA_NET,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,

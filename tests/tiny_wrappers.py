@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pico
 import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,8 @@ TEXT: dict[str, Any] = {
 }
 
 MROPE = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [4, 6, 6]}
+
+DELTA_NET = pico.DELTA_NET | {"rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.25}}
 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {"model_type": "mistral", "sliding_window": 8},
@@ -64,6 +67,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "head_dim": 16,
     },
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA_NET},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA_NET,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -104,7 +116,7 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
         tensors = dict(as_published(name, tensor) for name, tensor in stored(directory).items())
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    add_tokenizer(directory)
+    add_tokenizer(directory, kind)
     return model
 
 

@@ -101,7 +101,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     than wrappers change."""
     wrapper, text = wrapper_of(config), text_config(config, where)
     family = supported().get(text["model_type"])
-    if family is None or not can_be_wrapped(family):
+    if family is None or not can_be_wrapped(family, wrapper):
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
         raise UnknownArchitecture(what, where=where, do=_known())
     model = from_hf_config(text, where)

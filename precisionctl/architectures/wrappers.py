@@ -31,15 +31,17 @@ IN_MEMORY = "model.language_model.", "lm_head."
 
 @dataclass(frozen=True)
 class WrapperNames:
-    """`body` and `head` of published files; the `model_type` of a text model whose config says none, with all that its
-    class takes for keys that are not there; whether config.json may have the text model's keys at its top, without a
-    `text_config` (`flat`); the rows of its experts where they are not its family's."""
+    """`body` and `head` of published files, and beginnings of names that are the `same` in the text model alone; the
+    `model_type` of a text model whose config says none, with all that its class takes for keys that are not there;
+    whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); the rows of its
+    experts where they are not its family's."""
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
     text: str = ""
     flat: bool = False
     experts: Either | None = None
+    same: tuple[str, ...] = ()
 
 
 EXPERTS_AS_IN_OUT = Either(
@@ -58,6 +60,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
@@ -148,13 +151,13 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
 def wrapper_of(config: Config) -> Wrapper:
     """The wrapper that a config.json describes, with the names of published files."""
     kind = WRAPPERS[config["model_type"]]
-    return Wrapper(config["model_type"], kind.body, kind.head)
+    return Wrapper(config["model_type"], kind.body, kind.head, kind.same)
 
 
-def can_be_wrapped(family: Architecture) -> bool:
-    """Whether a family's tensors all have names that wrappers change."""
+def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
+    """Whether a family's tensors all have names that the wrapper changes, or has, too."""
     rows = [row for each in family.rows for row in ((each,) if isinstance(each, Row) else (*each.first, *each.second))]
-    return all(name.startswith(("model.", "lm_head.")) for row in rows for name in row.hf)
+    return all(name.startswith(("model.", "lm_head.", *wrapper.same)) for row in rows for name in row.hf)
 
 
 def may_be_tied(config: Config) -> bool:
