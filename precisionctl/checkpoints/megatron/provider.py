@@ -13,6 +13,7 @@ import yaml
 
 from precisionctl.architectures.megatron_args import WITHOUT
 from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.model_shape import ModelShape
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 BRIDGE = "run_config.yaml"
@@ -66,6 +67,11 @@ _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
+def describes(model: ModelShape) -> bool:
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
+    return model.dsa is None and not model.xielu
+
+
 def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
     """Write Bridge's `run_config.yaml` for the model of these arguments."""
     saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
@@ -80,9 +86,9 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
-    if args.get("linear_attention_freq"):
-        fields[_VARIANT] = args[_VARIANT]
-        fields |= {"transformer_layer_spec": _call(_DELTA_NET_BLOCK), "hetereogenous_dist_checkpoint": True}
+    if args.get("linear_attention_freq") and (variant := args.get(_VARIANT)):
+        fields |= {_VARIANT: variant, "transformer_layer_spec": _call(_DELTA_NET_BLOCK)}
+        fields["hetereogenous_dist_checkpoint"] = True
     elif args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
     return {

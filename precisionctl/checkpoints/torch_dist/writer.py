@@ -23,7 +23,7 @@ from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER
-from precisionctl.checkpoints.megatron.provider import write_run_config
+from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
@@ -97,7 +97,8 @@ class TorchDistWriter:
         dcp.write_index(
             self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
         )
-        if not any("post_layernorm" in name for name in self.specs):  # these models have providers of their own
+        own_provider = any("post_layernorm" in name for name in self.specs)
+        if describes(self.model) and not own_provider:
             write_run_config(self.directory, self._args)
         args = self._args | (fp8_args(payloads) if payloads else {})
         ours = origin(payloads) if payloads else {}
