@@ -427,17 +427,26 @@ def test_what_stays_values_is_listed_under_the_names_that_transformers_gives_it(
             assert torch.equal(tensor, decoded[name]), name
 
 
-def test_experts_in_one_tensor_are_listed_by_the_linears_for_which_vllm_looks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "up"),
+    [
+        ("llama4_text", "model.layers.1.feed_forward.experts.0.up_proj"),
+        ("granitemoeshared", "model.layers.1.block_sparse_moe.experts.0.up_proj"),
+    ],
+)
+def test_experts_in_one_tensor_are_listed_by_the_linears_for_which_vllm_looks(
+    tmp_path: Path, kind: str, up: str
+) -> None:
     """vLLM 0.33 takes experts for FP8 under compressed-tensors unless each linear of the first is ignored."""
-    any_models.save(tmp_path / "source", "llama4_text")
+    any_models.save(tmp_path / "source", kind)
     export(tmp_path / "source", tmp_path / "fp8")
     reader, vllm = open_checkpoint(tmp_path / "fp8"), engine_named("vllm")
     assert check(reader, vllm) == []
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    config["quantization_config"]["ignore"].remove("model.layers.1.feed_forward.experts.0.up_proj")
+    config["quantization_config"]["ignore"].remove(up)
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     (found,) = check(open_checkpoint(tmp_path / "fp8"), vllm)
-    assert "`model.layers.1.feed_forward.experts.0.up_proj` is not ignored" in found.what and found.rule.fatal
+    assert f"`{up}` is not ignored" in found.what and found.rule.fatal
 
 
 def test_verify_finds_modules_that_transformers_calls_otherwise_than_a_list_does(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class Engine:
         """The modules with `values` as a list has them that the engine leaves unquantized: under their own names and
         those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
         nowhere, under a name that only the model's class knows."""
-        stacked = [name for name in values if name.endswith(".experts")]
+        stacked = dict.fromkeys(experts for name in values if (experts := _experts_module(name)))
         values = [*values, *(name for experts in stacked for name in self._first_expert(experts, method))]
         if not self.renames:
             return values
@@ -217,7 +217,8 @@ class Engine:
     def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
         ignoring = self.ignores[directory.method]
-        stacked = {name.rpartition(".")[0]: name for name in directory.specs if name.endswith("]")}
+        sliced = [name for name in directory.specs if name.endswith("]")]
+        stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
             linears = self._first_expert(experts, directory.method) if name not in directory.scales else ()
             for linear in linears:
@@ -234,6 +235,16 @@ class Engine:
         alone = [module for module in modules if not _EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = renamed(config, alone)
         return {module: found.get(module) or [module] for module in modules}
+
+
+_STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
+
+
+def _experts_module(name: str) -> str | None:
+    """What engines call the module of a layer's experts, of a tensor or module in which all of them are: Granite calls
+    the tensors by other names. None for any other name."""
+    match = _STACKED.fullmatch(name)
+    return match and (match[1] or f"{match[2]}.experts")
 
 
 _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
