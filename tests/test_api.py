@@ -56,6 +56,9 @@ def test_what_is_there_is_not_replaced_and_what_makes_no_sense_is_refused(tmp_pa
     assert not api.convert(request, workers=1).done_before
     with pytest.raises(DestinationExists):
         api.convert(request, workers=1)
+    for to, precision in (("magatron", "bf16"), ("hf", "bf61")):
+        with pytest.raises(RecipeError, match=f"no conversion to {to} in {precision}"):
+            api.Request(tmp_path / "a", tmp_path / "c", to, precision)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no engine"):
         api.check_target(tmp_path / "b", "vlm")
     with pytest.raises(RecipeError, match="says what it is"):

@@ -116,6 +116,22 @@ def test_a_universal_checkpoint_is_read_parameter_by_parameter(tmp_path: Path, l
     assert (reader.container, reader.specs.keys()) == ("deepspeed-universal", states["fp32"].keys())
 
 
+@pytest.mark.parametrize(
+    ("file", "value", "why"),
+    [("exp_avg_sq.pt", None, "moments, which 1 parameters lack"), ("step.pt", 99, "parameters differ in it")],
+)
+def test_moments_of_a_universal_checkpoint_that_do_not_belong_together_stay_behind_with_a_word(
+    tmp_path: Path, llama: Path, file: str, value: int | None, why: str
+) -> None:
+    states = files.states_of(weights_of(llama))
+    directory = files.save_universal(tmp_path / "run" / "global_step3_universal", states)
+    path = directory / "zero" / "model.norm.weight" / file
+    path.unlink() if value is None else torch.save(torch.tensor(float(value)), path)
+    told = conversions.run(directory, tmp_path / "out", "hf", reference=llama)
+    assert any("stays behind: " in note and why in note for note in told.notes), told.notes
+    assert_is(read(directory, llama), {"fp32": states["fp32"]})
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_and_shared_parameters_are_read_where_they_are(tmp_path: Path, stage: int) -> None:
     pico.save(tmp_path / "hf", "llama-tied", **ODD)

@@ -15,6 +15,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.numbered_optimizer import parameter_order
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import lost_settings
 from precisionctl.errors import CheckpointError
 from precisionctl.reports import inspect
 
@@ -93,3 +94,16 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
     told = conversions.run(step, tmp_path / "hf", "hf")
     assert any("optimizer stays behind" in note for note in told.notes)
     assert inspect.describe(open_checkpoint(step))["optimizer"]
+
+
+def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
+    decaying, plain = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 1e-3, "betas": (0.9, 0.95)}
+    plain["weight_decay"] = 0.0
+    assert lost_settings([decaying, plain]) == lost_settings([decaying, plain, decaying]) == ()
+    assert lost_settings([decaying]) == ("weight decay of norms and biases",)
+    assert lost_settings([decaying, plain | {"lr": 1e-4, "betas": (0.9, 0.999)}]) == (
+        "groups of parameters of their own lr, betas",
+    )
+    assert lost_settings([decaying, plain, decaying | {"weight_decay": 0.2}]) == (
+        "groups of parameters of their own weight_decay",
+    )

@@ -345,3 +345,21 @@ def test_a_text_tensor_among_towers_or_one_too_many_is_refused(tmp_path: Path) -
     save_file(extra, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnmappedTensor, match="layers.*.extra.weight"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_towers_that_are_not_whole_or_not_values_are_refused(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    beside = tmp_path / "megatron" / "release" / "precisionctl" / "hf"
+    whole = load_file(beside / "towers.safetensors")
+    save_file(whole | {"vision_tower.x": torch.ones(4, 4).to(torch.float8_e4m3fn)}, beside / "towers.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="the tower `vision_tower.x` is codes"):
+        run(tmp_path / "megatron", tmp_path / "out", "hf")
+    save_file(whole, beside / "towers.safetensors")
+    save_file(whole, beside / "towers-extra.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="towers-extra.safetensors is no part of the towers"):
+        run(tmp_path / "megatron", tmp_path / "out", "hf")
+    (beside / "towers-extra.safetensors").unlink()
+    (beside / "towers.safetensors").rename(beside / "towers-00001-of-00002.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="1 of 2 files of weights, and no index"):
+        run(tmp_path / "megatron", tmp_path / "out", "hf")

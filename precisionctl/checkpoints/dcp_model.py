@@ -112,7 +112,8 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        return TrainerRun(self._optimizer.updates(self.path), self._optimizer.adam(), left)
+        adam = self._optimizer
+        return TrainerRun(adam.updates(self.path), adam.adam(), (*left, *adam.lost_settings()))
 
     @cached_property
     def iteration(self) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import adam_settings
+from precisionctl.checkpoints.trainer_run import adam_settings, lost_settings
 from precisionctl.errors import CheckpointError, damage
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
@@ -58,6 +58,10 @@ class DcpOptimizer:
     def adam(self) -> Mapping[str, Any]:
         """As `adam_settings`; of the groups no more is read than it takes."""
         return adam_settings(self._groups())
+
+    def lost_settings(self) -> tuple[str, ...]:
+        """As `trainer_run.lost_settings`."""
+        return lost_settings(self._groups())
 
     def _groups(self) -> Iterator[Mapping[str, Any]]:
         for spans in self.settings.values():

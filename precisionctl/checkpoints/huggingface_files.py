@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,6 +113,8 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
     single = directory / spelling.single
     # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
     unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
+    if not weight_map:
+        _check_all_shards(unindexed, directory)
     found: dict[Path, dict[str, StoredTensor]] = {}
     for file in sorted(set(weight_map.values())) or unindexed:
         check_link(file, directory)
@@ -122,6 +126,15 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
             what = f"{spelling.index} says that `{name}` is in {file.name}, but it is not"
             raise DamagedCheckpoint(what, where=directory)
     return found
+
+
+def _check_all_shards(files: Sequence[Path], directory: Path) -> None:
+    """Raise DamagedCheckpoint for files that say that they are some of several, where the others are missing."""
+    counts = Counter(match[1] for file in files if (match := re.search(r"-\d{5}-of-(\d{5})\.", file.name)))
+    for several, count in counts.items():
+        if count != int(several):
+            what = f"{count} of {int(several)} files of weights, and no index of them"
+            raise DamagedCheckpoint(what, where=directory, do="Download the others again.")
 
 
 def stored_places(directory: Path, spelling: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:

@@ -4,7 +4,6 @@ Numbers run through the groups of parameters, in each in the order of the model'
 are those of the family's class in transformers, as far as its modules are known here, and shapes must fit.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Chunk, whole
-from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located, skeleton
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings
+from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number
 from precisionctl.errors import CheckpointError, damage
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
@@ -103,15 +102,8 @@ class NumberedOptimizer:
         """Its count and settings."""
         states, groups = self._state
         with damage("its optimizer has no count of updates", self.path, _DROP):
-            counts = {self._count(state["step"]) for state in states.values()}
+            counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
             raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=_DROP)
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        return TrainerRun(counts.pop(), adam_settings(groups), left)
-
-    def _count(self, step: Any) -> int:
-        located = isinstance(step, LocatedTensor) and math.prod(step.shape) == 1
-        count = int(read_located(self.path, step)) if located else int(step)
-        if count < 0:
-            raise ValueError(f"{count} updates")
-        return count
+        return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
+from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -84,3 +85,30 @@ def _is_finite(value: object) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 63  # others may be no float
     return isinstance(value, float) and math.isfinite(value)
+
+
+def number(value: object, path: Path) -> int:
+    """A count that may be pickled as a number, an enum of DeepSpeed's or a tensor of one element."""
+    if isinstance(value, Inert) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
+        value = read_located(path, value).item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
+    return value
+
+
+def lost_settings(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
+    weight decay of matrices alone."""
+    keys = (*_NUMBERS, "betas")
+    settings = [{key: group.get(key) for key in keys} for group in groups]
+    apart = [*{repr(one): one for one in settings}.values()]  # some trainers say them for each parameter
+    decays = [isinstance(decay := one["weight_decay"], int | float) and decay > 0 for one in apart]
+    lost = [key for key in keys if len({repr(one[key]) for one in apart}) > 1]
+    if sum(decays) == 1 and len(apart) == 2:  # the two groups that a result has
+        lost = [key for key in lost if key != "weight_decay"]
+    said = [f"groups of parameters of their own {', '.join(lost)}"] if lost else []
+    return (*said, *(["weight decay of norms and biases"] if decays and all(decays) else []))

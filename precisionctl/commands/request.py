@@ -99,6 +99,9 @@ class Request:
         return cls(source, destination, "hf", "fp8", target=target, scheme=scheme, **options)
 
     def __post_init__(self) -> None:
+        if self.to not in CONTAINERS or self.precision not in _VALUES:
+            what = f"no conversion to {self.to} in {self.precision}"
+            raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_VALUES)}.")
         if self.to == "hf" and self.parallelism != ONE_RANK:
             raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):

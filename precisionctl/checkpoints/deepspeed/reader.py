@@ -11,7 +11,7 @@ from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
@@ -101,7 +101,8 @@ class DeepSpeedReader(TrainerDirectory):
             do = "--drop-optimizer leaves the optimizer behind."
             raise CheckpointError("nothing says how many updates the optimizer made", where=self._directory, do=do)
         left = ("the schedule of learning rates, whose kind is not stored", "loss scaler", "random generators")
-        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, "the order of data"))
+        more = ("the order of data", *lost_settings(self._saved.groups))
+        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, *more))
 
     @property
     def iteration(self) -> int | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor
-from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located, skeleton
+from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -156,19 +156,6 @@ def whole_tensor(path: Path, located: object, name: str) -> FlatTensor:
         raise DamagedCheckpoint(f"`{name}` is {shown(located)}, not a contiguous tensor", where=path)
     count = math.prod(located.shape)
     return FlatTensor(TensorSpec(located.shape, located.dtype), EndToEnd([(path, located)], [count]))
-
-
-def number(value: object, path: Path) -> int:
-    """A count that may be pickled as a number, an enum of DeepSpeed's or a tensor of one element."""
-    if isinstance(value, Inert) and len(value.args) == 1:
-        value = value.args[0]
-    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
-        value = read_located(path, value).item()
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
-    return value
 
 
 def plain_groups(groups: object) -> list[Mapping[str, Any]]:

@@ -16,7 +16,6 @@ from precisionctl.checkpoints.deepspeed.states import (
     ModelStates,
     SavedStates,
     dealt_frozen,
-    number,
     plain_groups,
     rank_files,
     read_states,
@@ -24,6 +23,7 @@ from precisionctl.checkpoints.deepspeed.states import (
 )
 from precisionctl.checkpoints.flat import FlatTensor
 from precisionctl.checkpoints.torch_zip import skeleton
+from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -53,6 +53,9 @@ def read_universal(directory: Path) -> SavedStates:
     trained: list[Path] = []
     for folder in folders:
         if folder.name in weights:  # whatever no optimizer has is there again in FP32
+            if has_file(folder / f"{MOMENTS[0]}.pt", directory):
+                what = "a parameter that the model's states say is frozen has moments"
+                raise DamagedCheckpoint(what, where=folder, do="Copy the checkpoint again.")
             continue
         trained.append(folder)
         for kind in (FP32, *MOMENTS):
@@ -66,14 +69,20 @@ def read_universal(directory: Path) -> SavedStates:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
     optimizer = _optimizer(directory)
     first, second = moments.values()
-    kept = moments if first and first.keys() == second.keys() else {}
+    unread = ""
+    if (first or second) and not len(trained) == len(first) == len(second):
+        unread = f"moments, which {len(trained) - len(first.keys() & second.keys())} parameters lack in part"
+    elif (updates := _updates(trained, optimizer, directory)) is None and first:
+        unread = "moments, as nothing says how many updates made them, or parameters differ in it"
+    kept = moments if first and not unread else {}
     return SavedStates(
         states.with_shared(weights) if states else weights,
         files,
         states.global_steps if states else None,
         kept,
-        _updates(trained, optimizer, directory) if kept else None,
+        updates if kept else None,
         plain_groups(optimizer.get("param_groups")),
+        unread,
     )
 
 
@@ -96,10 +105,10 @@ def _optimizer(directory: Path) -> Mapping[str, Any]:
 
 
 def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path) -> int | None:
-    """Adam's count: of a parameter, or of ZeRO 3's groups."""
-    for folder in trained:
-        if has_file(folder / "step.pt", directory):
-            return number(skeleton(folder / "step.pt"), folder / "step.pt")
+    """Adam's count: of all parameters, or of ZeRO 3's groups. None where nothing says it, or they differ in it."""
+    files = [folder / "step.pt" for folder in trained if has_file(folder / "step.pt", directory)]
+    if counts := {number(skeleton(file), file) for file in files}:
+        return counts.pop() if len(counts) == 1 else None
     with damage(WHAT, directory / ZERO / OPTIMIZER_STATE):
         inner = optimizer.get("optimizer_state_dict") or {}
         states = [*inner.get("state", {}).values(), *plain_groups(optimizer.get("param_groups"))]

@@ -31,7 +31,6 @@ from precisionctl.checkpoints.deepspeed.states import (
     dealt_frozen,
     is_empty,
     is_flat,
-    number,
     plain_groups,
     rank_files,
     read_states,
@@ -39,6 +38,7 @@ from precisionctl.checkpoints.deepspeed.states import (
 )
 from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
 from precisionctl.checkpoints.torch_zip import LocatedTensor
+from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 
