@@ -42,7 +42,7 @@ def verdict(comparison: Comparison) -> str:
     different = sum(not tensor.equal for tensor in comparison.tensors)
     if comparison.equal:
         statuses = Counter(tensor.status for tensor in comparison.tensors)
-        words = [f"{n} of them by their FP8 codes"] if (n := statuses["encoded"]) else []
+        words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
         words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
         return f"The same: {', '.join([f'all {count} tensors', *words])}."
     found = {f"{different} of {count} tensors": different, f"{settings} settings": settings, "FP8 state": states}
