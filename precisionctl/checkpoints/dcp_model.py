@@ -121,7 +121,7 @@ class DcpModelReader(TrainerDirectory):
         if (step := trainer_step(self.path)) is not None:
             return step
         with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
-            return self.trainer_run.updates
+            return self._optimizer.updates(self.path)  # without settings, which take a read each
         return None
 
     @property

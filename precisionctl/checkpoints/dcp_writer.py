@@ -2,7 +2,6 @@
 ...}` of `get_state_dict`, so that trainers load what they have names for in memory."""
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,7 @@ from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import to_json
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
-from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.torch_dist.placement import place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import lay_out, place, stored_tensors
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -84,14 +82,7 @@ class DcpWriter:
 
     def lay_out(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
-            file = open_weights(path)
-            try:
-                for each in placed:
-                    each.write_around(file)
-                os.ftruncate(file, each.piece.span.offset + each.record.length)
-            finally:
-                os.close(file)
+        lay_out(self._placed)
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write Adam's counts and settings, companion files, FP8 state, and last `.metadata`."""

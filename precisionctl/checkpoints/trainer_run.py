@@ -56,7 +56,7 @@ def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     first: Mapping[str, Any] | None = None
     for group in groups:
         first = group if first is None else first
-        if _is_finite(group.get("weight_decay")) and group["weight_decay"] > 0:
+        if _decays(group):
             first = group
             break
     first = first or {}
@@ -65,6 +65,20 @@ def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_finite, betas)):
         found["betas"] = tuple(map(float, betas))
     return found
+
+
+def lost_settings(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
+    weight decay of matrices alone."""
+    keys = (*_NUMBERS, "betas")
+    settings = [{key: group.get(key) for key in keys} for group in groups]
+    apart = [*{repr(one): one for one in settings}.values()]  # some trainers say them for each parameter
+    decays = [_decays(one) for one in apart]
+    lost = [key for key in keys if len({repr(one[key]) for one in apart}) > 1]
+    if sum(decays) == 1 and len(apart) == 2:  # the two groups that a result has
+        lost = [key for key in lost if key != "weight_decay"]
+    said = [f"groups of parameters of their own {', '.join(lost)}"] if lost else []
+    return (*said, *(["weight decay of norms and biases"] if decays and all(decays) else []))
 
 
 _STATE = "trainer_state.json"
@@ -79,6 +93,10 @@ def trainer_step(path: Path) -> int | None:
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise DamagedCheckpoint("it names no step", where=path / _STATE)
     return step
+
+
+def _decays(group: Mapping[str, Any]) -> bool:
+    return _is_finite(group.get("weight_decay")) and group["weight_decay"] > 0
 
 
 def _is_finite(value: object) -> bool:
@@ -98,17 +116,3 @@ def number(value: object, path: Path) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
     return value
-
-
-def lost_settings(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
-    weight decay of matrices alone."""
-    keys = (*_NUMBERS, "betas")
-    settings = [{key: group.get(key) for key in keys} for group in groups]
-    apart = [*{repr(one): one for one in settings}.values()]  # some trainers say them for each parameter
-    decays = [isinstance(decay := one["weight_decay"], int | float) and decay > 0 for one in apart]
-    lost = [key for key in keys if len({repr(one[key]) for one in apart}) > 1]
-    if sum(decays) == 1 and len(apart) == 2:  # the two groups that a result has
-        lost = [key for key in lost if key != "weight_decay"]
-    said = [f"groups of parameters of their own {', '.join(lost)}"] if lost else []
-    return (*said, *(["weight decay of norms and biases"] if decays and all(decays) else []))

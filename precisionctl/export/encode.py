@@ -244,8 +244,8 @@ def in_scheme(
 
     `precision` says which modules stay in BF16. Weights of shapes that the engine refuses are an error, or, with
     `keep_refused`, stay in BF16 too, with all that engines want in one form with them. `kept` makes the list of what is
-    not quantized. The scheme `static` takes its
-    input scales from `states`; `why_no_state` says why there are none, if there are none.
+    not quantized. The scheme `static` takes its input scales from `states`; `why_no_state` says why there are none, if
+    there are none.
 
     Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
     are refused, and for weights that a family stores transposed (GPT-2's Conv1D).

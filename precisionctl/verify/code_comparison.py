@@ -56,7 +56,7 @@ class _Coded:
         return self.tensors.is_codes(name)
 
     def read(self, name: str, row: int, rows: int) -> tuple[StoredRows, Encoding | None]:
-        """StoredRows, and their encoding, or that which values had when they were codes; None where none is known."""
+        """Rows, and their encoding, or that which values had when they were codes; None where none is known."""
         found = self.tensors.read(name, row, rows)
         if found.encoding is not None:
             return found, found.encoding

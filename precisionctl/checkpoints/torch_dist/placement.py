@@ -13,6 +13,7 @@ from pathlib import Path
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, in_pieces, shard_boxes
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
+from precisionctl.checkpoints.output import open_weights
 from precisionctl.param import Parallelism, TensorSpec
 
 _ALIGNMENT = 64
@@ -87,6 +88,19 @@ def place(
             offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
             filled += record.nbytes
     return placed
+
+
+def lay_out(placed: Iterable[Placed]) -> None:
+    """Create the files of these boxes, which stand file by file, with everything but the tensors' bytes. Tensors in
+    existing files are not changed."""
+    for path, boxes in itertools.groupby(placed, key=lambda box: box.path):
+        file = open_weights(path)
+        try:
+            for each in boxes:
+                each.write_around(file)
+            os.ftruncate(file, each.piece.span.offset + each.record.length)
+        finally:
+            os.close(file)
 
 
 def _file(directory: Path, rank: int, number: int) -> Path:

@@ -8,7 +8,6 @@ spec expects one, empty where there is no state.
 import argparse
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,7 @@ from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, 
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
-from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import lay_out, layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -82,14 +80,7 @@ class TorchDistWriter:
     def lay_out(self) -> None:
         """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
-            file = open_weights(path)
-            try:
-                for each in placed:
-                    each.write_around(file)
-                os.ftruncate(file, each.piece.span.offset + each.record.length)
-            finally:
-                os.close(file)
+        lay_out(self._placed)
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write objects, `.metadata`, common data, FP8 state, companion files, and last `metadata.json`."""
