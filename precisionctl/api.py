@@ -34,6 +34,8 @@ from precisionctl.param import Layout, TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import Readiness
+from precisionctl.recording.record import record, recorded_provider, recorder_callback
+from precisionctl.recording.run_recorder import RunRecorder
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.compare import Comparison, compare
 from precisionctl.verify.engine_rules import check
@@ -50,6 +52,7 @@ __all__ = [
     "PrecisionctlError",
     "Readiness",
     "Request",
+    "RunRecorder",
     "calibrate",
     "check_target",
     "convert",
@@ -58,6 +61,9 @@ __all__ = [
     "open_checkpoint",
     "plan",
     "readiness",
+    "record",
+    "recorded_provider",
+    "recorder_callback",
     "verify",
 ]
 

@@ -167,6 +167,15 @@ class Recorder:
                 found[role] = found[role].merge(one) if role in found else one
         slot.record(amax)
 
+    def record_amax(self, module: str, role: Role, amax: Tensor) -> None:
+        """Record an amax, FP32 `[]`, of a tensor that is not shown; the largest of a pass counts."""
+        self._slot(module, role, amax).record(amax)
+
+    def end_pass(self) -> None:
+        """End a pass whose amaxes came by `record_amax`, forward and backward."""
+        self._forward.update()
+        self._backward.update()
+
     def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
         """The slot of a role, created for a scale of the shape of `like` if needed."""
         slots = self._slots.setdefault(module, {})
