@@ -1,5 +1,6 @@
 """The recorder of runs that others own: its file is that of `calibrate` on the same batches, and it changes nothing."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -123,7 +124,7 @@ def test_where_transformers_rounds_otherwise_the_file_differs_by_that_and_is_of_
     found = {(module, role): rows for module, role, rows in histories(ours)}
     for module, role, rows in histories(theirs):
         assert (rows != 0).equal(found[module, role] != 0), (module, role)
-        assert torch.allclose(rows, found[module, role], rtol=0.0 if role == "weight" else 0.05, atol=0), (module, role)
+        assert torch.allclose(rows, found[module, role], rtol=0.0 if role == "weight" else 0.02, atol=0), (module, role)
     # the inputs of the first layer come before anything that is rounded otherwise
     first = "decoder.layers.0.self_attention.linear_qkv"
     assert found[first, "input"].equal(theirs.modules[first].roles["input"].amax_history)
@@ -271,7 +272,7 @@ def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path
         disable_tqdm=True,
         use_cpu=True,
     )
-    callback = api.recorder_callback(tmp_path / "recorded", overrides=SHORT)
+    callback = api.recorder_callback(tmp_path / "recorded", overrides=SHORT, every=1)
     model = llama.live()
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback]).train()
     states = sidecar.read(tmp_path / "recorded")
@@ -283,7 +284,7 @@ def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path
 
 def test_megatron_s_provider_records_so_many_passes_and_lets_go(tmp_path: Path) -> None:
     made = as_megatron_s("qwen3", tmp_path / "source")
-    model = api.recorded_provider(lambda: made, tmp_path / "recorded", passes=2, overrides=SHORT)()
+    model = api.recorded_provider(lambda: made, tmp_path / "recorded", passes=2, overrides=SHORT, every=1)()
     for number in range(4):
         tokens = torch.randint(VOCABULARY, (2, 16))
         backward(model(tokens), tokens)
@@ -351,3 +352,15 @@ def test_experts_in_one_tensor_may_be_left_out(tmp_path: Path) -> None:
     assert "decoder.layers.1.self_attention.linear_qkv" in modules and not [
         name for name in modules if "experts" in name
     ]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "Qwen3-0.6B", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "recorder.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.+?)```", page, re.DOTALL):
+        exec(code, names)
+    for file in ("state.safetensors", "trainer.safetensors"):
+        assert all(rows.count_nonzero() == 4 for _, role, rows in histories(sidecar.read(Path(file))) if role in IN_USE)
+    assert (tmp_path / "served" / "model.safetensors").exists()

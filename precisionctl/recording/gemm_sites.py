@@ -122,7 +122,7 @@ def _of_megatron(model: nn.Module, precision: Precision) -> Sites:
     gemms, attention = [], {}
     for path, number in layers.items():
         prefix = f"decoder.layers.{getattr(modules[path], 'layer_number', number + 1) - 1}"
-        if any(each in dict(modules[path].named_parameters()) for each in ("mlp.experts.weight1",)):
+        if hasattr(modules.get(f"{path}.mlp.experts"), "weight1"):  # GroupedMLP
             raise _no_linears(f"{prefix}.mlp.experts")
         latent = f"{path}.self_attention.linear_kv_up_proj" in modules
         for inner, module in modules[path].named_modules():

@@ -39,10 +39,11 @@ def record(
 
 
 def recorder_callback(
-    out: Path, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 1
+    out: Path, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 8
 ) -> "TrainerCallback":
     """The same for transformers' Trainer: `Trainer(..., callbacks=[recorder_callback(OUT)])` records from the beginning
-    of its training to the end. Arguments and errors are those of `record`."""
+    of its training to the end; a run has passes enough to record only some. Arguments and errors are those of
+    `record`."""
     from transformers import TrainerCallback
 
     class RecorderCallback(TrainerCallback):
@@ -66,7 +67,7 @@ def recorded_provider(
     passes: int,
     recipe: str = "fp8-delayed",
     overrides: tuple[str, ...] = (),
-    every: int = 1,
+    every: int = 8,
 ) -> Callable[Arguments, Model]:
     """The same for Megatron-LM, whose `pretrain` asks for a function that makes the model: one that makes the same, and
     records it. `passes` must be fewer micro-batches than the run makes: the file is written when so many have been

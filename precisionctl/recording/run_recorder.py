@@ -18,7 +18,7 @@ from precisionctl.fp8 import numerics
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.recipe import load_recipe
-from precisionctl.recording.gemm_sites import GemmSite, find_sites
+from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
 from precisionctl.recording.live_weights import digest_of
 from precisionctl.recording.rank_files import begin, write_part
 from precisionctl.recording.watched_attention import watch_attention
@@ -59,6 +59,8 @@ class RunRecorder:
         self._seen = self._recorded = 0
         self._recording = False
         self._mask: Tensor | None = None
+        self._amaxes: dict[tuple[str, Role], Tensor] = {}
+        """Of the pass that is running, by module and role."""
         self._recorder: Recorder | None = None
         self.models: list[nn.Module] = []
         """Those that it is attached to, without what is around them."""
@@ -98,14 +100,17 @@ class RunRecorder:
             self._seen += 1
             self._recorded += self._recording
             mask = kwargs.get("attention_mask")
-            of_tokens = isinstance(mask, Tensor) and mask.dim() == 2
+            self._mask = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
             # On a GPU nothing asks whether there is padding, as that would wait for it
-            padded = of_tokens and (mask.is_cuda or not bool(mask.all()))
-            self._mask = mask.flatten().bool() if padded else None
+            if self._mask is not None and self._mask.is_cpu and bool(self._mask.all()):
+                self._mask = None
 
     def _end_pass(self) -> None:
-        if self._recorder and self._recording:
-            self._recorder.end_pass()
+        if self._amaxes:
+            if self._recorder is None:
+                self._recorder = Recorder(self.precision, next(iter(self._amaxes.values())).device)
+            self._recorder.record_pass(self._amaxes)
+        self._amaxes = {}
         self._recording = False
 
     def _watch(self, site: GemmSite) -> None:
@@ -118,13 +123,14 @@ class RunRecorder:
             if module is site.linears[0] and site.normed is None:
                 self._record(site, "input", args[0], args)
             for expert, weight in _weights(module, site):
-                self._take(_key(site.name, expert), "weight", numerics.amax(weight).bfloat16().float())
+                self._take(_key(site.name, expert), "weight", _amax(weight).bfloat16())
 
         def norm_before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self._recording and torch.is_grad_enabled() and not _keeps_state(site.linears[0]):
                 assert site.normed
                 with torch.no_grad():
-                    self._record(site, "input", site.normed.output(args[0].detach()), args)
+                    amax = _normed_amax(site.normed, args[0].detach().flatten(0, -2), self._mask)
+                self._take(_key(site.name, site.expert), "input", amax)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             out = out[0] if isinstance(out, tuple) else out
@@ -141,26 +147,18 @@ class RunRecorder:
         """Record tokens `[..., features]` that go into a GEMM or, as gradients, come out of it."""
         if site.experts:
             for expert, part in zip(site.experts, torch.split(values, [int(count) for count in args[1]]), strict=True):
-                self._take(_key(site.name, expert), role, numerics.amax(part))
+                self._take(_key(site.name, expert), role, _amax(part))
         else:
-            self._take(_key(site.name, site.expert), role, self._amax(values))
+            self._take(_key(site.name, site.expert), role, _amax(values, self._mask))
 
     def _record_cache(self, name: str, key: Tensor, value: Tensor) -> None:
         if self._recording and torch.is_grad_enabled():
-            self._take(name, "k", self._amax(key))
-            self._take(name, "v", self._amax(value))
-
-    def _amax(self, values: Tensor) -> Tensor:
-        """That of the tokens that are no padding."""
-        values = values.detach()
-        if self._mask is not None:
-            values = values.reshape(len(self._mask), -1).masked_fill(~self._mask.to(values.device)[:, None], 0)
-        return numerics.amax(values)
+            for role, values in (("k", key), ("v", value)):
+                self._take(name, role, _amax(values if self._mask is None else values.transpose(1, 2), self._mask))
 
     def _take(self, module: str, role: Role, amax: Tensor) -> None:
-        if self._recorder is None:
-            self._recorder = Recorder(self.precision, amax.device)
-        self._recorder.record_amax(module, role, amax.to(self._recorder.device))
+        before = self._amaxes.get((module, role))
+        self._amaxes[module, role] = amax if before is None else torch.maximum(before, amax)
 
     def detach(self) -> None:
         """Remove the hooks; what was recorded stays."""
@@ -201,6 +199,26 @@ class RunRecorder:
 
 def _key(module: str, expert: int | None) -> str:
     return module if expert is None else f"{module}[{expert}]"
+
+
+def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The largest magnitude, NaN if any is; with a mask, bool `[tokens]`, that of tokens where it is True."""
+    values = values.detach()
+    if mask is not None:
+        values = values.reshape(len(mask), -1).masked_fill(~mask.to(values.device)[:, None], 0)
+    if not values.numel():
+        return values.new_zeros(())
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high)
+
+
+def _normed_amax(normed: Normed, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """That of a norm's output. On a CPU `[tokens, features]` are normed in pieces that stay in a core's cache, which
+    takes a ninth of the time."""
+    rows = max(1, numerics.PIECE // tokens.shape[1]) if tokens.is_cpu else len(tokens)
+    parts = torch.split(tokens, rows)
+    masks = [None] * len(parts) if mask is None else torch.split(mask, rows)
+    return torch.stack([_amax(normed.output(part), kept) for part, kept in zip(parts, masks, strict=True)]).amax()
 
 
 def _weights(linear: nn.Module, site: GemmSite) -> Iterator[tuple[int | None, Tensor]]:

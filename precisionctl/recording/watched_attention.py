@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 OnCache = Callable[[str, Tensor, Tensor], None]
-"""Called with the name of an attention, keys (after rotary embedding) and values, `[B, S, heads, channels]`."""
+"""Called with the name of an attention, keys (after rotary embedding) and values, `[B, heads, S, channels]`."""
 
 
 def watch_attention(modules: Mapping[nn.Module, str], on_cache: OnCache) -> Callable[[], None]:
@@ -26,7 +26,7 @@ def watch_attention(modules: Mapping[nn.Module, str], on_cache: OnCache) -> Call
         @wraps(attend)
         def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
             if module in modules:
-                on_cache(modules[module], key.transpose(1, 2), value.transpose(1, 2))
+                on_cache(modules[module], key, value)
             return attend(module, query, key, value, *rest, **others)
 
         return watched
