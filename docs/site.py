@@ -1,4 +1,4 @@
-"""For mkdocs: terms of the glossary explain themselves on every page, and two files from outside docs/ are on the site."""
+"""For mkdocs: terms of the glossary explain themselves, and two files from outside docs/ are on the site."""
 
 import re
 from pathlib import Path
