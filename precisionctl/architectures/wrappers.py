@@ -55,6 +55,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     **dict.fromkeys(("llava_onevision", "internvl"), WrapperNames(text="qwen2")),
     "mistral3": WrapperNames(text="mistral"),
     "gemma3": WrapperNames(text="gemma3_text"),
+    "llama4": WrapperNames(text="llama4_text"),
     "kimi_k25": WrapperNames(text="deepseek_v3"),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True),
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True),
