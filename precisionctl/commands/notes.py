@@ -272,18 +272,21 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """A note on values that are rounded to BF16 though nobody asked for that."""
-    rounded = [
-        name
-        for job in plan.jobs
-        for name in job.writes
-        if plan.targets[name].dtype == torch.bfloat16
-        and any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads)
-    ]
+    """Notes on values that are rounded to BF16 though nobody asked for that."""
+    rounded, again = [], []
+    for job in plan.jobs:
+        if any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads):
+            names = [name for name in job.writes if plan.targets[name].dtype == torch.bfloat16]
+            (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (
             f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
             f"is {rounded[0]}."
+        )
+    if again:
+        yield (
+            f"{len(again)} norms are FP32 in Megatron so that no bit of BF16 is lost there, and BF16 again in the "
+            f"result: exact, unless they were trained. The first is {again[0]}."
         )
 
 
