@@ -6,6 +6,7 @@ Steps are optimizer steps (updates). A value out of its bounds, or keys that con
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Literal
 
 from precisionctl.errors import RecipeError
@@ -223,6 +224,12 @@ class Recipe:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
     tracking: Tracking = field(default_factory=Tracking)
+
+    @property
+    def min_lr(self) -> float:
+        """The lowest learning rate of the schedule: the product of the decimals that the recipe has. Megatron tells
+        groups of parameters apart by it, and who gives it 0.00024 does not mean 3e-4 * 0.8, which is less."""
+        return float(Decimal(repr(self.optimizer.lr)) * Decimal(repr(self.schedule.min_ratio)))
 
     @property
     def casts_once(self) -> bool:
