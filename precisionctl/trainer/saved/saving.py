@@ -133,7 +133,9 @@ class Saver:
         if run.world.first:
             guard = run.guard.saved_state if run.guard else None
             schedule = asdict(run.schedule) if run.schedule else None
-            saved = Saved(run.step, run.position, self._identity, guard, schedule, asdict(run.skipped))
+            saved = Saved(
+                run.step, run.position, self._identity, guard, schedule, asdict(run.skipped), asdict(run.model.balance)
+            )
             with disk_problems(output):
                 output.begin()
                 sign(output.partial, saved)
