@@ -38,6 +38,16 @@ _out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # f
 _err = Console(stderr=True, highlight=False)
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Print nothing inside."""
+    _out.quiet = _err.quiet = True
+    try:
+        yield
+    finally:
+        _out.quiet = _err.quiet = False
+
+
 def show_tables(tables: Sequence[Table]) -> None:
     """Print a report's tables on stdout."""
     for table in tables:
