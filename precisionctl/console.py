@@ -79,7 +79,7 @@ def show_error(error: PrecisionctlError) -> None:
     search for it, an unbroken `error[kind]: what (where). do`."""
     kind = type(error).__name__
     if not _err.is_terminal:
-        _err.print(f"error[{kind}]: {error}", soft_wrap=True, markup=False)
+        _err.print(f"error[{kind}]: {' '.join(str(error).splitlines())}", soft_wrap=True, markup=False)
         return
     lines = [Text(error.what), Text(error.where, style="dim"), Text(error.do, style="bold")]
     body = Text("\n").join(line for line in lines if line)
