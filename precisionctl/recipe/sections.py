@@ -148,7 +148,7 @@ Coefficient = float | Literal["checkpoint"]
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterSettings:
     """What keeps the loads of experts even: coefficients of losses, and the rate of DeepSeek's bias update; 0 is off
     (`trainer/model/router_losses.py`, which has the formulas, as Balance)."""
 
@@ -246,7 +246,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
-    router: Router = field(default_factory=Router)
+    router: RouterSettings = field(default_factory=RouterSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
     tracking: Tracking = field(default_factory=Tracking)
