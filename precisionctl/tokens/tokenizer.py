@@ -39,6 +39,9 @@ _FILES = (
 )
 """The files that transformers reads a tokenizer from. There is no code among them."""
 
+_WITH_TOKENS = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json")
+"""Those that have the tokens. Without any of them transformers makes a tokenizer that knows no word."""
+
 _PACKAGES = ("transformers", "tokenizers")
 
 _FEW, _MANY = 1 << 16, 32
@@ -148,8 +151,13 @@ class Tokenizer:
 
     def _loaded(self) -> int:
         """Start the process and load the files. Returns the end-of-text token."""
-        size, named = sum(map(len, self._files.values())), ", ".join(self._files) or "no tokenizer files"
-        do = "Put its files beside config.json, which in a Megatron checkpoint is in precisionctl/hf."
+        size, named = sum(map(len, self._files.values())), ", ".join(self._files)
+        do = (
+            "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
+            "config.json is; in a Megatron checkpoint that is precisionctl/hf."
+        )
+        if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
+            raise DataError("the checkpoint has no tokenizer", where=named, do=do)
         if size > LARGEST:
             raise DataError(f"a tokenizer of {size >> 20} MB, as none is", where=named, do=do)
         process = Process()
