@@ -10,6 +10,7 @@ from typing import Any
 import pico
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from calibrating import HISTORY, asked
 from conversions import run
@@ -19,6 +20,9 @@ from safetensors import safe_open
 from te_pickles import of_module
 from te_states import trained
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from training import make_source, make_text
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import AttentionInterface
@@ -261,6 +265,30 @@ def test_parts_that_a_killed_run_left_are_not_merged(llama: Place, tmp_path: Pat
         first = part(0)  # of the next run
         first.finish()
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_model_that_torch_has_wrapped_or_sharded_is_recorded_as_itself(
+    kind: str, llama: Place, tmp_path: Path
+) -> None:
+    with api.record(plain := llama.live(), tmp_path / "plain", overrides=SHORT):
+        llama.pass_over(plain, 0)
+    model: Any = llama.live()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if kind == "DDP":
+            model = DistributedDataParallel(model)
+        else:
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        with api.record(model, tmp_path / "wrapped", overrides=SHORT):
+            llama.pass_over(model, 0)
+    finally:
+        dist.destroy_process_group()
+    ours, theirs = sidecar.read(tmp_path / "wrapped"), sidecar.read(tmp_path / "plain")
+    for (*_, rows), (*name, expected) in zip(histories(ours), histories(theirs), strict=True):
+        assert rows.equal(expected), name
+    assert ours.of_weights == (theirs.of_weights if kind == "DDP" else None)
 
 
 def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path) -> None:
