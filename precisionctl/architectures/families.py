@@ -28,10 +28,19 @@ _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window."""
 
-_WITHOUT_TABLE = (
+_NO_TABLE = (
     "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
     "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one)."
 )
+
+WITHOUT_TABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "its heads have two sizes, its last layers share the keys and values of earlier ones, and each layer has an "
+        "embedding, a factor and experts beside its MLP",
+    ),
+}
+"""Models that were looked at, and what no ModelShape says of them."""
 
 
 @cache
@@ -43,9 +52,10 @@ def supported() -> dict[str, Architecture]:
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
+        why = f": {WITHOUT_TABLE[model_type]}" if model_type in WITHOUT_TABLE else ""
         near = difflib.get_close_matches(model_type, supported(), n=1, cutoff=0.8)
-        do = f"The nearest that is known is {near[0]}. {_WITHOUT_TABLE}" if near else _WITHOUT_TABLE
-        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=do)
+        do = f"The nearest that is known is {near[0]}. {_NO_TABLE}" if near else _NO_TABLE
+        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`{why}", do=do)
     return supported()[model_type]
 
 
@@ -102,7 +112,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     family = supported().get(text["model_type"])
     if family is None or not can_be_wrapped(family, wrapper):
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
-        raise UnknownArchitecture(what, where=where, do=_WITHOUT_TABLE)
+        raise UnknownArchitecture(what, where=where, do=_NO_TABLE)
     model = from_hf_config(text, where)
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
@@ -157,7 +167,7 @@ def from_megatron_args(
         raise UnknownArchitecture(
             f"Megatron's arguments do not describe {family}: they fit {others}", where=where, do="Choose one of these."
         )
-    raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_WITHOUT_TABLE)
+    raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_NO_TABLE)
 
 
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> list[ModelShape]:
