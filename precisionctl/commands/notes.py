@@ -273,7 +273,8 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """Notes on values that are rounded to BF16 though nobody asked for that."""
-    rounded, again = [], []
+    rounded: list[str] = []
+    again: list[str] = []
     for job in plan.jobs:
         if any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads):
             names = [name for name in job.writes if plan.targets[name].dtype == torch.bfloat16]
