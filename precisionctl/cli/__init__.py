@@ -8,7 +8,7 @@ import click
 from precisionctl import __version__
 from precisionctl.cli.group import Commands
 from precisionctl.cli.looking import compare, doctor, evaluate, inspect, launch_args, verify
-from precisionctl.cli.training import calibrate, demo, resume
+from precisionctl.cli.training import calibrate, demo, resume, tokenize
 from precisionctl.cli.writing import convert, export_inference
 
 
@@ -26,6 +26,7 @@ def main(debug: bool) -> None:
 COMMANDS = (
     inspect,
     convert,
+    tokenize,
     calibrate,
     resume,
     export_inference,

@@ -75,10 +75,12 @@ class Tokenizer:
     memory, and for text that it refuses.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], *, one_core: bool = False) -> None:
+        """With `one_core` the process uses no more, for several of them beside one another."""
         self._files = {name: files[name] for name in sorted(files) if any(fnmatchcase(name, each) for each in _FILES)}
         self._process: Process | None = None
         self._end: int | None = None
+        self._size, self._one_core = 0, one_core
 
     @property
     def key(self) -> str:
@@ -95,6 +97,12 @@ class Tokenizer:
             self.check()
         assert self._end is not None
         return self._end
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that it knows, added ones included."""
+        self.check()
+        return self._size
 
     def check(self) -> None:
         """Start the process and load the files, unless that is done."""
@@ -152,7 +160,7 @@ class Tokenizer:
         do = "Put its files beside config.json, which in a Megatron checkpoint is in precisionctl/hf."
         if size > LARGEST:
             raise DataError(f"a tokenizer of {size >> 20} MB, as none is", where=named, do=do)
-        process = Process()
+        process = Process(one_core=self._one_core)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
@@ -160,6 +168,7 @@ class Tokenizer:
                 query = _Query(named, to_load(size), 0, do)
                 (reply,) = _fetched(process, {"do": "load", "folder": folder}, [], [query])
             end: int = reply.fields["end"]
+            self._size = int(reply.fields["size"])
             if not 0 <= end <= _LARGEST_ID:
                 raise DataError(f"the checkpoint's end-of-text token is {end}", where=named, do=_DO)
         except BaseException:
@@ -187,9 +196,9 @@ class _Query(NamedTuple):
 
 
 @contextmanager
-def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
+def open_tokenizer(companions: Companions, *, one_core: bool = False) -> Iterator[Tokenizer]:
     """A context with a checkpoint's tokenizer, at whose end its process ends."""
-    tokenizer = Tokenizer(companions.files)
+    tokenizer = Tokenizer(companions.files, one_core=one_core)
     try:
         yield tokenizer
     finally:
