@@ -281,6 +281,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "rope_parameters": LLAMA3_ROPE,
+    },
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 

@@ -17,7 +17,7 @@ from training import losses, make_source, make_text, run, settings
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.precision import PRESETS
-from precisionctl.recipe import Router, load_recipe
+from precisionctl.recipe import RouterSettings, load_recipe
 from precisionctl.trainer.data.batch import IGNORED, Batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
@@ -207,7 +207,7 @@ def test_micro_batches_count_by_their_targets_and_an_update_s_choices_add_up(tmp
     ],
 )
 def test_config_json_turns_losses_on(config: dict[str, Any], expected: Balance) -> None:
-    assert balance_of(described(config), Router()) == expected
+    assert balance_of(described(config), RouterSettings()) == expected
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_config_json_turns_losses_on(config: dict[str, Any], expected: Balance) 
 def test_megatron_s_arguments_turn_losses_on_before_config_json_does(args: dict[str, Any], expected: Balance) -> None:
     source = described({"router_aux_loss_coef": 0.02})
     source.layout, source.args = "megatron", args
-    assert balance_of(source, Router()) == expected
+    assert balance_of(source, RouterSettings()) == expected
 
 
 def described(config: dict[str, Any], family: str = "mixtral") -> Any:
@@ -251,11 +251,11 @@ def test_the_recipe_wins_key_by_key() -> None:
 @pytest.mark.parametrize("value", ["much", -1, True, [0.1], 1e999])
 def test_a_coefficient_of_a_stranger_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(DamagedCheckpoint, match="pooled_loss"):
-        balance_of(described({"router_aux_loss_coef": value}), Router())
+        balance_of(described({"router_aux_loss_coef": value}), RouterSettings())
     source = described({})
     source.layout, source.args = "megatron", {"moe_aux_loss_coeff": value, "moe_router_load_balancing_type": ["x"] * 2}
     with pytest.raises(DamagedCheckpoint, match="as Megatron does not"):
-        balance_of(source, Router())
+        balance_of(source, RouterSettings())
 
 
 @pytest.mark.parametrize(

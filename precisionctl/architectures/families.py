@@ -27,6 +27,15 @@ _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window."""
 
+WITHOUT_TABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "its heads have two sizes, its last layers share the keys and values of earlier ones, and each layer has an "
+        "embedding, a factor and experts beside its MLP",
+    ),
+}
+"""Models that were looked at, and what no ModelShape says of them."""
+
 
 @cache
 def supported() -> dict[str, Architecture]:
@@ -38,7 +47,8 @@ def supported() -> dict[str, Architecture]:
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
-        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=_known())
+        why = f": {WITHOUT_TABLE[model_type]}" if model_type in WITHOUT_TABLE else ""
+        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`{why}", do=_known())
     return supported()[model_type]
 
 

@@ -21,8 +21,8 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("qk_l2_norm", "moe_latent_size", "heterogeneous_block_specs", "is_hybrid_model"),
-    *("apply_residual_connection_post_layernorm", "moe_apply_probs_on_input", "moe_router_topk_limited_devices"),
+    *("moe_latent_size", "heterogeneous_block_specs", "is_hybrid_model"),
+    *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
 _SAME_NAME = (
@@ -106,12 +106,18 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         # only where there are such layers: megatron-core before 0.12 does not know the word
         **({"no_rope_freq": [int(not each) for each in model.rope_layers]} if model.rope_layers else {}),
         **({"softmax_type": "learnable"} if model.softmax_offset else {}),
+        **({"qk_l2_norm": True} if model.qk_l2_norm and _rope_everywhere(model.rope_layers) else {}),
         "mtp_num_layers": model.mtp_num_layers or None,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
         "untie_embeddings_and_output_weights": model.untied_embeddings,
         **_rope_args(model),
     }
+
+
+def _rope_everywhere(rope_layers: tuple[bool, ...] | None) -> bool:
+    """Where Megatron's `qk_l2_norm`, which is one for all layers, is ours."""
+    return all(rope_layers or ())
 
 
 def _activation_args(model: ModelShape) -> dict[str, Any]:
@@ -199,6 +205,8 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     factor = None if moe.topk_scaling_factor == 1 else moe.topk_scaling_factor
     return {
         **{argument: getattr(moe, field) for argument, field in _MOE.items()},
+        # Megatron-Core has it for one expert of a token, whose sigmoid it divides by nothing
+        **({"moe_apply_probs_on_input": True} if moe.probs_on_input and moe.topk == 1 else {}),
         # Megatron-Core has the bias beside sigmoids alone
         "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function == "sigmoid",
         "moe_router_topk_scaling_factor": factor,
@@ -263,6 +271,10 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     known = ("rope", "learned_absolute", "yarn")  # yarn is rope, scaled
     kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
+    rope_layers = _read_rope_layers(args.get("no_rope_freq"), num_layers)
+    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
+        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
+        raise UnknownArchitecture(what, where=where)
     return ModelShape(
         architecture="",
         num_layers=num_layers,
@@ -285,8 +297,9 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         rope_scaling=scaling,
         sliding_window=window,
         window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
-        rope_layers=_read_rope_layers(args.get("no_rope_freq"), num_layers),
+        rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
+        qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
@@ -385,6 +398,7 @@ def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: obj
     found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
     found["expert_bias"] = bool(found.get("expert_bias"))
     found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
+    found["probs_on_input"] = bool(args.get("moe_apply_probs_on_input"))
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
 

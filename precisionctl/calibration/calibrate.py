@@ -55,7 +55,8 @@ OnPass = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The arguments of `calibrate`. `out` is a file that must not exist yet; without `data` the recipe's is used."""
+    """The arguments of `calibrate`; paths may be strings. `out` is a file that must not exist yet; without `data` the
+    recipe's is used."""
 
     checkpoint: Path
     data: Path | None
@@ -65,6 +66,11 @@ class Calibration:
     passes: int = PASSES
     backend: Literal["auto", "te", "emulated"] = "auto"
     iteration: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint", "data", "out"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
 
-_DROP = "--drop-optimizer leaves the optimizer behind."
+DROP = "--drop-optimizer leaves the optimizer behind."
 _MODULES = (
     *("model", "embed_tokens", "layers", "self_attn", "mlp"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -36,25 +36,24 @@ def parameter_order(names: Sequence[str], where: Path) -> list[str]:
     unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
-        raise CheckpointError(what, where=where, do=_DROP)
+        raise CheckpointError(what, where=where, do=DROP)
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else ranks[p] for p in name.split(".")])
 
 
 _UNDECAYED = re.compile(r".*(?:bias|norm\.weight)")
 
 
-def names_by_number(groups: Sequence[Any], specs: Mapping[str, TensorSpec], where: Path) -> dict[int, str]:
-    """The parameter of each number: of all in one group, or of those with decay, then norms and biases, as trainers
-    group them. Raises CheckpointError where groups are of other lengths."""
-    names = parameter_order(tuple(specs), where)
+def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:
+    """The parameter of each number, of `names` in the model's order: of all in one group, or of those with decay, then
+    norms and biases, as trainers group them. Raises CheckpointError where groups are of other lengths."""
     decayed = [name for name in names if not _UNDECAYED.fullmatch(name)]
     listed = [group["params"] for group in groups if group["params"]]
-    for order in ([names], [decayed, [name for name in names if name not in set(decayed)]]):
+    for order in ([list(names)], [decayed, [name for name in names if name not in set(decayed)]]):
         if [len(each) for each in order] == [len(numbers) for numbers in listed]:
             pairs = zip(order, listed, strict=True)
             return {number: name for named, numbers in pairs for name, number in zip(named, numbers, strict=True)}
     counts = " and ".join(str(len(numbers)) for numbers in listed[:4])
-    raise CheckpointError(f"groups of {counts} parameters, which are none of this model's", where=where, do=_DROP)
+    raise CheckpointError(f"groups of {counts} parameters, which are none of this model's", where=where, do=DROP)
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,11 @@ class NumberedOptimizer:
     def _state(self) -> tuple[dict[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """The state of each parameter, and the groups."""
         check_link(self.path, self.path.parent)
-        with damage("its optimizer is not what PyTorch saves", self.path, _DROP):
+        with damage("its optimizer is not what PyTorch saves", self.path, DROP):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), saved["state"]
-            numbered = names_by_number(groups, self.parameters, self.path)
+            names = parameter_order(tuple(self.parameters), self.path)
+            numbered = names_by_number(groups, names, self.path)
             return {numbered[number]: dict(state) for number, state in states.items()}, groups
 
     @cached_property
@@ -86,7 +86,7 @@ class NumberedOptimizer:
                     continue
                 if not isinstance(value, LocatedTensor) or value.shape != self.parameters[name].shape:
                     what = f"the optimizer's {str(kind)[:40]} of `{name}` is not of its shape"
-                    raise CheckpointError(what, where=self.path, do=_DROP)
+                    raise CheckpointError(what, where=self.path, do=DROP)
                 found[f"{STATE}{kind}.{name}"] = value
         return found
 
@@ -101,9 +101,9 @@ class NumberedOptimizer:
     def run(self) -> TrainerRun:
         """Its count and settings."""
         states, groups = self._state
-        with damage("its optimizer has no count of updates", self.path, _DROP):
+        with damage("its optimizer has no count of updates", self.path, DROP):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
-            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=_DROP)
+            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP)
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))

@@ -12,10 +12,11 @@ from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
-from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader, directory_of
+from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
@@ -91,7 +92,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if isinstance(reader, DeepSpeedReader) and reader.unread:
+    if isinstance(reader, SavedStatesReader) and reader.unread:
         yield f"What is not read of the optimizer stays behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
@@ -272,18 +273,22 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """A note on values that are rounded to BF16 though nobody asked for that."""
-    rounded = [
-        name
-        for job in plan.jobs
-        for name in job.writes
-        if plan.targets[name].dtype == torch.bfloat16
-        and any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads)
-    ]
+    """Notes on values that are rounded to BF16 though nobody asked for that."""
+    rounded: list[str] = []
+    again: list[str] = []
+    for job in plan.jobs:
+        if any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads):
+            names = [name for name in job.writes if plan.targets[name].dtype == torch.bfloat16]
+            (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (
             f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
             f"is {rounded[0]}."
+        )
+    if again:
+        yield (
+            f"{len(again)} norms are FP32 in Megatron so that no bit of BF16 is lost there, and BF16 again in the "
+            f"result: exact, unless they were trained. The first is {again[0]}."
         )
 
 

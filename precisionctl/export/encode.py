@@ -67,7 +67,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     further = policy.further(encodes)
     _check_free(further.keys(), plan)
     targets |= further
-    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes)))
+    quantization = policy.quantization(with_names_of_loaders(modules_in_bf16(plan, codes)))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
@@ -91,11 +91,13 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     return list(dict.fromkeys([*modules, _HEAD]))
 
 
-def with_names_in_memory(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and as transformers has them in memory, where lists of names are held
-    against them (transformers#48349): of the 800 renamings of its conversion_mapping.py (5.23) those of Mixtral, PhiMoE
-    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`; the others are
-    looked up for its own exports (`engines/names_in_memory.py`). vLLM renames the list as it does the tensors."""
+def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
+    """Names of modules as a directory has them, and as programs have them in memory that do not rename a list as they
+    do tensors (transformers#48349; vLLM does): those of Mixtral, PhiMoE and Nemotron-H, and of models of images or
+    sound that of the text model.
+
+    A rule for every engine, so that a directory for one of them loads in others too, and by hand: to look all of
+    transformers' 800 renamings up, as its own exports do (`engines/names_in_memory.py`), is two seconds of imports."""
     found = dict.fromkeys(modules)
     for name in modules:
         renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")

@@ -179,11 +179,14 @@ class GPT(nn.Module):
         self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
     ) -> dict[LayerKind, Positions]:
         """In each kind of layers."""
-        made, scale = {}, query_scale(self.model, position)
+        made, chunk = {}, self.model.attention_chunk_size
+        texts = packed or PackedSequences((shape[1],) * shape[0])
+        chunks = texts.in_chunks(chunk) if chunk and texts.longest > chunk else packed
         for kind, rope in self._ropes.items():
             cos, sin = rope.at(position, lengths) if rope else (None, None)
             window = self.model.sliding_window if kind.in_window else None
-            made[kind] = Positions(cos, sin, window, packed, shape, scale)
+            seen = chunks if kind.in_window else packed  # a chunk is a text of its own, but for its positions
+            made[kind] = Positions(cos, sin, window, seen, shape, query_scale(self.model, position, kind.rope))
         return made
 
 

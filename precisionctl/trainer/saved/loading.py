@@ -24,7 +24,7 @@ from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.recipe import Optimizer, Router
+from precisionctl.recipe import Optimizer, RouterSettings
 from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
@@ -67,7 +67,7 @@ def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Seque
     return read_schedule(source.common, source.args, source.iteration or 0, source.path)
 
 
-def balance_of(source: Reader, router: Router) -> Balance:
+def balance_of(source: Reader, router: RouterSettings) -> Balance:
     """What keeps the loads of experts even: what the recipe says, and the rest as the checkpoint has it: the run of
     ours that wrote it, else Megatron's arguments if they speak of it, else config.json (whatever its
     `output_router_logits`, which is about what a forward returns).
