@@ -158,10 +158,10 @@ def test_the_page_says_how_much_data_its_verdict_rests_on_and_has_commands_to_co
         for with_passes in (state_of(3), state_of(16), None)
     )
     assert (few.passes, enough.passes, nothing.passes) == (3, 16, None)
-    assert "3 passes recorded, which is little" in page_of(tmp_path, few)
-    assert any("3 passes recorded, which is little" in line for line in report.advice(few, "CKPT"))
+    assert "were recorded in 3 passes, which is little" in page_of(tmp_path, few)
+    assert any("recorded in 3 passes, which is little" in line for line in report.advice(few, "CKPT"))
     monkeypatch.setattr(report, "PASSES", Threshold(16, "16 passes", "ours"))
-    assert report.rests_on(enough).endswith("of activations and gradients 16 passes recorded.")
+    assert report.rests_on(enough).endswith("activations and gradients were recorded in 16 passes.")
     untold = page_of(tmp_path, nothing)
     assert "of activations and gradients nothing is known" in untold and "user-select: all" in untold
     assert "<pre>precisionctl calibrate &#x27;/models/&lt;i&gt;a &amp; b&#x27; --data FILE --out STATE</pre>" in untold

@@ -208,7 +208,7 @@ def rests_on(readiness: Readiness) -> str:
     measured, passes = "Every element of every weight was measured", readiness.passes
     if passes is None:
         return f"{measured}; of activations and gradients nothing is known."
-    recorded = f"{measured}; of activations and gradients {passes} pass{'es' * (passes != 1)} recorded"
+    recorded = f"{measured}; activations and gradients were recorded in {passes} pass{'es' * (passes != 1)}"
     if passes >= PASSES.value:
         return f"{recorded}."
     return f"{recorded}, which is little: a verdict on a run wants {PASSES.shown} or more over data like the run's."
