@@ -21,20 +21,18 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.deepspeed.states import (
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
     dealt_frozen,
-    is_empty,
+    held_against_module,
     is_flat,
     plain_groups,
     rank_files,
     read_states,
-    whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_run import number
@@ -43,8 +41,6 @@ from precisionctl.param import TensorSpec
 
 _PARAM = "param"
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
-_COMPARED = 64
-"""Elements, or one row."""
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -209,21 +205,8 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
 def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
     """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
     would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
-    names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
-    weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
-    flat, differing = FlatTensors(masters), []
-    for name in names:
-        spec = flat.specs[name]
-        rows = min(spec.rows, max(1, _COMPARED // spec.columns))
-        if weights.specs[name].shape != spec.shape:
-            raise DamagedCheckpoint(
-                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
-            )
-        weight = read_rows(weights, name, 0, rows)
-        rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
-        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
-            differing.append(name)
-    if len(differing) > len(names) // 2:
+    compared, differing = held_against_module(masters, states)
+    if len(differing) > compared // 2:
         what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
         raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
 
