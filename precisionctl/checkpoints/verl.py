@@ -26,7 +26,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
 from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import DROP, TIED, names_by_number
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -150,12 +150,9 @@ def _parameters(state: Mapping[str, Any]) -> list[str]:
     """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
     DTensors a buffer."""
     kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
-    seen = dict[int, str]()
-    for name, one in state.items():
-        local = one.local if isinstance(one, RankShard) else one
-        if isinstance(one, kind) and isinstance(local, LocatedTensor):
-            seen.setdefault(local.offset, name)
-    return list(seen.values())
+    local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
+    located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}
+    return list(dict.fromkeys(first_names(located).values()))
 
 
 def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:
