@@ -22,6 +22,8 @@ OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
 MASTER = f"{STATE}param."
 """Prefix of FP32 master weights."""
+_PLAIN_MASTER = f"{STATE}fp32_param."
+"""What Megatron's plain optimizer calls them; `param` is the distributed optimizer's word."""
 
 _MOST_SLICES = 1 << 22
 """A bound on the tensors that a few bytes of `.metadata` can ask for. DeepSeek-V3 with its optimizer, 8 parts of each
@@ -55,6 +57,8 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     _check_count(stored, prefix, where)
     found: dict[str, LogicalTensor] = {}
     for key, tensor in stored.items():
+        if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor:
+            continue  # the same bytes
         for name, one in _slices(plain(key, prefix), tensor, where):
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
@@ -68,6 +72,13 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     for name, one in found.items():
         check_whole(name, one, where)
     return found
+
+
+def with_plain_masters(stored: Mapping[str, dcp.DcpTensor]) -> dict[str, dcp.DcpTensor]:
+    """Stored tensors with each master a second time, as the plain optimizer calls it: two keys of the same bytes, so
+    that either of Megatron's optimizers finds its own."""
+    masters = (key for key in stored if key.startswith(MASTER))
+    return {**stored, **{_PLAIN_MASTER + key.removeprefix(MASTER): stored[key] for key in masters}}
 
 
 def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:

@@ -73,8 +73,7 @@ class MLP(nn.Module):
 class MoELayer(nn.Module):
     """Each token goes through the experts that the router chooses for it; no token is dropped.
 
-    `shared_experts` is what all tokens go through beside those. Nothing balances the experts' load: there is no
-    auxiliary loss, and `expert_bias` stays as it is.
+    `shared_experts` is what all tokens go through beside those. `router_losses.py` says what keeps the loads even.
     """
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
@@ -144,12 +143,12 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.backend = moe, backend
         weight = torch.empty(moe.num_experts, model.hidden_size, dtype=backend.dtype, device=backend.device)
         zeros = torch.zeros(moe.num_experts, device=backend.device)
         self.weight = nn.Parameter(weight.normal_(std=0.02))
         self.bias = nn.Parameter(zeros.to(backend.dtype)) if moe.router_bias else None
-        # FP32 in Megatron too, and no gradient's to change
+        # FP32 in Megatron too, and no gradient's to change: `RouterLosses.update_biases`
         self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,6 +168,8 @@ class Router(nn.Module):
             self.moe.score_function == "softmax" and not self.moe.pre_softmax
         ):  # the softmax over the chosen logits: chosen scores over their sum
             weights = logits.gather(1, chosen).softmax(-1)
+        if self.backend.router_losses:
+            self.backend.router_losses.see(logits, chosen, self.expert_bias)
         return weights * self.moe.topk_scaling_factor, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
