@@ -22,7 +22,7 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, ModelShape, MoE, UntabledModel
+from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -125,7 +125,7 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
-    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet)):
+    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         groups[group] = kind(**values) if values else None

@@ -1,5 +1,6 @@
 """Commands that run a model: resume, calibrate and demo."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,33 @@ def calibrate(
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
     if made.speaks:
         console.show_lines(report.calibrated(made))
+    raise click.exceptions.Exit(GO_ON if made.signal else 0)
+
+
+@click.command(
+    cls=Command,
+    short_help="Tokenize data into Megatron's .bin and .idx, by all cores.",
+    examples=["tokenize text/ corpus --tokenizer CKPT"],
+)
+@click.argument("data", type=DATA)
+@click.argument("out", type=NEW_PATH)
+@click.option("--tokenizer", type=CHECKPOINT, required=True, help="A checkpoint, or a directory of its tokenizer.")
+@click.option("--workers", type=POSITIVE, help="Processes. Default: one for each core.")
+def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> None:
+    """Tokenize DATA into OUT.bin and OUT.idx, Megatron's, which resume takes too.
+
+    Text, JSONL, JSON, parquet or a folder, as resume reads it; of conversations OUT.learned says what is to be learned.
+    If killed, the same command continues.
+    """
+    from precisionctl import console
+    from precisionctl.reports import run as report
+    from precisionctl.trainer.data.corpus import make_corpus
+    from precisionctl.trainer.data.formats.find import files_of
+
+    total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
+    with console.bytes_progress("tokenizing", total) as on_text:
+        made = make_corpus(data, out, tokenizer, workers or len(os.sched_getaffinity(0)), on_text)
+    console.show_lines(report.corpus(made, out))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
