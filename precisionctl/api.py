@@ -15,6 +15,7 @@ from torch import Tensor
 
 from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request, StrPath
@@ -34,6 +35,8 @@ from precisionctl.param import Layout, TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import Readiness
+from precisionctl.recording.record import record, recorded_provider, recorder_callback
+from precisionctl.recording.run_recorder import RunRecorder
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.compare import Comparison, compare
 
@@ -48,14 +51,19 @@ __all__ = [
     "PrecisionctlError",
     "Readiness",
     "Request",
+    "RunRecorder",
     "calibrate",
     "check_target",
     "convert",
+    "download",
     "evaluate",
     "inspect",
     "open_checkpoint",
     "plan",
     "readiness",
+    "record",
+    "recorded_provider",
+    "recorder_callback",
     "verify",
 ]
 
@@ -153,6 +161,14 @@ def evaluate(
     reference = open_reader(Path(against)) if against else None
     reader = open_reader(Path(path), iteration)
     return evaluate_reader(reader, Path(data), against=reference, sequence_length=sequence_length, device=device)
+
+
+def download(name: str) -> Path:
+    """The directory of a checkpoint on the Hugging Face Hub, `org/name` or `org/name@revision`: in the cache of its
+    client, which downloads what is not there. A path that exists is itself. Raises UnknownFormat for what is neither,
+    and as `HubName.download`."""
+    found = HubName.read(name)
+    return Path(name) if found is None else found.download(progress=False)
 
 
 class Checkpoint(Mapping[str, Tensor]):

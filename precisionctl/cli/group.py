@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -82,7 +83,16 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
+            self._download(ctx)
             return super().invoke(ctx)
+
+    @staticmethod
+    def _download(ctx: click.Context) -> None:
+        """Download what is given by its name on the Hub: now, as no option is wrong any more."""
+        names = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
+        ctx.params |= {key: name.download(progress=not ctx.meta[_QUIET]) for key, name in names.items()}
+        if "source" in names and ctx.params.get("base_model", "") is None:
+            ctx.params["base_model"] = names["source"].repo
 
 
 @contextmanager

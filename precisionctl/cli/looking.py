@@ -13,6 +13,7 @@ from precisionctl.cli.options import (
     FILE,
     NEW_PATH,
     POSITIVE,
+    RUN,
     TOO_FAR,
     Percent,
     grouped_columns_option,
@@ -193,7 +194,7 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     examples=["compare bf16-run fp8-run", "compare bf16-run fp8-run --max-gap 1% --last 200 --html curves.html"],
     sections={"As a gate": ["--max-gap", "--last"], "Pictures": ["--png", "--html"]},
 )
-@click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
+@click.argument("runs", metavar="RUN RUN...", type=RUN, nargs=-1, required=True)
 @click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger, e.g. 1%.")
 @click.option("--last", type=POSITIVE, default=100, show_default=True, help="Mean gaps are over this many last steps.")
 @click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")

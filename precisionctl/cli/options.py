@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from precisionctl.checkpoints.hub import HubName
+from precisionctl.errors import UnknownFormat
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -26,21 +28,22 @@ Callback = Callable[..., Any]
 
 
 class CheckpointPath(click.Path):
-    """A path that exists. For a missing one that looks like a model's name on the Hub, the error says how to download
-    it."""
+    """A path that exists, or a HubName, which the command downloads when it begins."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = str(value)
-        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) and not Path(text).parent.exists():
-            name = text.partition("/")[2]
-            download = f"`hf download {text} --local-dir {name}`, and give {name}"
-            self.fail(f"Path '{text}' does not exist. If it is a model's name on the Hub: {download}.", param, ctx)
-        return super().convert(value, param, ctx)
+        if Path(text).exists():
+            return super().convert(value, param, ctx)
+        try:
+            return HubName.read(text)
+        except UnknownFormat as error:
+            self.fail(f"'{text}': {error.what}. {error.do}", param, ctx)
 
 
 CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
+RUN = click.Path(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):

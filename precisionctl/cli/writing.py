@@ -1,5 +1,6 @@
 """Commands that write a checkpoint: convert and export-inference."""
 
+import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,7 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 def do(request: "Request", how: Writing) -> None:
     """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
     from precisionctl import console
+    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
     from precisionctl.conversion.estimate import estimate
@@ -202,7 +204,10 @@ def do(request: "Request", how: Writing) -> None:
         else:
             path = command.output.path
             done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
-            console.show_lines([f"{done}, {size(command.plan.nbytes)}.", *notes])
+            lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
+            if isinstance(command.writer, HuggingFaceWriter):
+                lines.append(f"To the Hub: hf upload ORG/NAME {shlex.quote(str(path))}")
+            console.show_lines(lines)
         return
     command = plan_command(request)
     check_room(command)
