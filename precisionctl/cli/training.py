@@ -1,6 +1,7 @@
 """Commands that run a model: resume, calibrate and demo."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
     from precisionctl.trainer.data.corpus import make_corpus
     from precisionctl.trainer.data.formats.find import files_of
 
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
     with console.bytes_progress("tokenizing", total) as on_text:
-        made = make_corpus(data, out, tokenizer, workers or len(os.sched_getaffinity(0)), on_text)
+        made = make_corpus(data, out, tokenizer, workers or cores, on_text)
     console.show_lines(report.corpus(made, out))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
