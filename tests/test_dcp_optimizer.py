@@ -70,7 +70,7 @@ def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Pa
     inner = reader.common["optimizer"]["optimizer"]
     assert inner["state"] == {"common_step": 3}
     same = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 3, "lr": 0.01, "eps": 1e-8}
-    same |= {"betas": (0.9, 0.95), "max_lr": 0.02, "min_lr": 0.0}
+    same |= {"betas": (0.9, 0.95), "max_lr": 0.02, "min_lr": 0.0, "default_config": True, "bias_correction": True}
     assert inner["param_groups"] == [
         same | {"wd_mult": 1.0, "weight_decay": 0.1},
         same | {"wd_mult": 0.0, "weight_decay": 0.0},

@@ -20,6 +20,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
+from precisionctl.trainer.model import delta_rule
 from precisionctl.trainer.model.delta_rule import CHUNK, gated_delta_rule
 from precisionctl.trainer.model.positions import PackedSequences
 
@@ -58,6 +59,38 @@ def test_the_rule_in_fp32_is_that_of_transformers() -> None:
     given = inputs(CHUNK + 9, torch.float32)
     expected, _ = torch_recurrent_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True)
     torch.testing.assert_close(gated_delta_rule(*given), expected, rtol=0, atol=1e-6)
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_flash_linear_attention_is_asked_for_the_same_on_a_gpu_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, None]:
+        """The parameters that it has in 0.6.0, of those that are used."""
+        asked.append((scale, use_qk_l2norm_in_kernel))
+        return gated_delta_rule(q, k, v.as_subclass(Tensor), g, beta), None
+
+    monkeypatch.setattr(delta_rule, "_flash_kernel", lambda: chunk_gated_delta_rule)
+    query, key, value, decay, beta = (tensor.bfloat16() for tensor in inputs(CHUNK + 6))
+    expected = gated_delta_rule(query, key, value, decay, beta)
+    assert not asked
+    assert torch.equal(gated_delta_rule(query, key, value.as_subclass(OnGpu), decay, beta), expected)
+    assert asked == [(None, True)]
+    gated_delta_rule(query, key, value.float().as_subclass(OnGpu), decay, beta)
+    assert len(asked) == 1
 
 
 def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
@@ -146,6 +179,15 @@ def test_exports_leave_what_makes_decay_and_learning_rate_in_bf16(tmp_path: Path
         of_nets = {name.split(".")[-2] for name in plan.targets if ".linear_attn." in name and name.endswith(".weight")}
         coded = {name.split(".")[-2] for name in plan.codes if ".linear_attn." in name}
         assert of_nets - coded == {*kept, "conv1d", "norm"}
+
+
+def test_norms_that_were_wide_in_megatron_alone_are_not_told_as_rounded(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")))
+    asked = Request.export(tmp_path / "m", tmp_path / "out", "vllm", "dynamic", keep_misfits=True)
+    notes = "\n".join(plan_command(asked).notes)
+    assert "3 norms are FP32 in Megatron" in notes and "exact, unless they were trained" in notes
+    assert "tensors that stay values are FP32" not in notes
 
 
 def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:

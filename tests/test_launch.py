@@ -163,12 +163,20 @@ def test_fp8_state_brings_its_recipe_and_the_switch_for_pickles(place: Path) -> 
     assert any("sidecar" in note for note in plain.notes)
 
 
-def test_a_run_of_ours_is_gone_on_from_without_its_optimizer(place: Path, tmp_path: Path) -> None:
-    run(settings(place / "source", place / "text", tmp_path / "run", "fp8", train__steps=2))
+def test_a_run_of_ours_is_gone_on_from_with_its_optimizer_rates_and_batches(place: Path, tmp_path: Path) -> None:
+    changes = {"optimizer__lr": 3e-4, "schedule__min_ratio": 0.8, "schedule__kind": "wsd", "schedule__decay_steps": 1}
+    run(settings(place / "source", place / "text", tmp_path / "run", "fp8", train__steps=2, **changes))
     found = launch(tmp_path / "run", "megatron-lm")
-    read = parse("core_v0.16.1", flags_of(found))
-    assert read.no_load_optim and read.no_load_rng and read.load == str(tmp_path / "run")
-    assert any("optimizer of `precisionctl resume`" in note for note in found.notes)
+    for version in FLAGS:
+        read = parse(version, flags_of(found))
+        assert not read.no_load_optim and read.no_load_rng and read.load == str(tmp_path / "run")
+        assert (read.lr, read.min_lr, read.lr_decay_style) == (3e-4, 0.00024, "WSD")
+        assert (read.lr_wsd_decay_style, read.lr_wsd_decay_iters) == ("linear", 1)
+        assert read.use_checkpoint_opt_param_scheduler and read.train_iters == 2
+    assert found.yours == ("--data-path", "--save")
+    args = TorchDistReader(tmp_path / "run").args
+    batch = args["global_batch_size"]
+    assert not args["no_save_optim"] and args["no_save_rng"] and args["consumed_train_samples"] == 2 * batch
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core's own, of its own default

@@ -285,8 +285,9 @@ def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
     )
     run = carry_run(TorchDistReader(tmp_path), sizes)
     assert run.common["opt_param_scheduler"] == {"num_steps": 5}
-    assert run.common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.1}]}}
-    assert not run.distributed_optimizer
+    groups = [{"lr": 0.1, "step": 0}]
+    inner = {"param_groups": groups, "state": {"common_step": 0}}
+    assert run.common["optimizer"] == {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
     assert bool(run.objects) == (sizes.tensor == 2) == (run.left == ())
     assert run.args["no_save_rng"] == (sizes.tensor == 1)
     if run.objects:

@@ -233,8 +233,15 @@ def test_megatron_fsdps_checkpoint_is_read(tmp_path):
         for stored, part in (halves or {name: tensor}).items():
             state[fsdp_name(stored)] = part.contiguous()
             moment = part.float() * 2
-            state[f"optimizer.state.module.module.module.{stored}.exp_avg"] = moment
+            of = f"optimizer.state.module.module.module.{stored}"
+            state |= {f"{of}.exp_avg": moment, f"{of}.exp_avg_sq": moment.abs(), f"{of}.step": torch.tensor(6.0)}
+            decays = {"wd_mult": float(tensor.dim() > 1), "weight_decay": 0.1 * (tensor.dim() > 1), "lr": 2e-3}
+            for key, value in (decays | {"max_lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-8}).items():
+                state[f"optimizer.param_to_group_meta.module.module.module.{stored}.{key}"] = value
         moments[f"optimizer.state.exp_avg.{name}"] = tensor.float() * 2
+        moments[f"optimizer.state.exp_avg_sq.{name}"] = (tensor.float() * 2).abs()
+        if tensor.dtype == torch.float32:
+            moments[f"optimizer.state.param.{name}"] = tensor
     path = tmp_path / "iter_0000004"
     torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
@@ -250,6 +257,12 @@ def test_megatron_fsdps_checkpoint_is_read(tmp_path):
     state_of = argparse.Namespace(specs=reader.optimizer_specs, chunks=reader.chunks)
     assert reader.optimizer_specs.keys() == moments.keys()
     assert all(torch.equal(read_tensor(state_of, name), moment) for name, moment in moments.items())
+    inner = reader.common["optimizer"]["optimizer"]
+    assert inner["state"] == {"common_step": 6}
+    assert [(group["wd_mult"], group["betas"]) for group in inner["param_groups"]] == [
+        (1.0, (0.9, 0.95)),
+        (0.0, (0.9, 0.95)),
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "model.module."])

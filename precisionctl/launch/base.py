@@ -19,7 +19,7 @@ from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.saved.run_folder import RUN_FILE, recipe_of_run
+from precisionctl.trainer.saved.run_folder import recipe_of_run
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's environment variable for block scales that are not powers of two; no framework has a flag."""
@@ -176,11 +176,14 @@ class LaunchSource:
         return of_megatron(self.reader) and any("rng_state" in key for key in self.reader.objects)
 
     @property
-    def ours(self) -> bool:
-        """Whether `resume` wrote it."""
-        return isinstance(self.reader, TorchDistReader) and (self.directory / RUN_FILE).is_file()
+    def has_optimizer(self) -> bool:
+        """Whether the checkpoint has an optimizer that Megatron loads."""
+        return of_megatron(self.reader) and bool(self.reader.optimizer_specs)
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether the checkpoint has an optimizer that Megatron wrote, or one converted from such an optimizer."""
-        return of_megatron(self.reader) and bool(self.reader.optimizer_specs) and not self.ours
+    def scheduler(self) -> Mapping[str, Any]:
+        """The state of Megatron's scheduler of learning rates; empty if there is none to go on with."""
+        found = (
+            self.reader.common.get("opt_param_scheduler") if of_megatron(self.reader) and self.has_optimizer else None
+        )
+        return found if isinstance(found, dict) else {}

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 
 Option = tuple[str, ...]
 
@@ -36,6 +38,8 @@ _SWITCHES = (
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Arguments that are on by default, each with the flag that turns it off."""
 
+_YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save")
+
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage"),
@@ -53,6 +57,8 @@ def launch(source: LaunchSource) -> Launch:
     if source.tokenizer:
         options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(source.tokenizer))]
     options += _precision_options(source)
+    training = _training_options(source)
+    options += training
     if source.recipe and source.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
         dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
         options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
@@ -63,8 +69,6 @@ def launch(source: LaunchSource) -> Launch:
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
     if source.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
-    if source.ours:
-        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
     if source.recipe:
         notes += _not_in_megatron(source.recipe)
     if source.state:
@@ -80,7 +84,7 @@ def launch(source: LaunchSource) -> Launch:
         ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
         tuple(options),
         source.environment,
-        yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
+        yours=tuple(flag for flag in _YOURS if flag not in {option[0] for option in training}),
         notes=tuple(notes),
     )
 
@@ -127,6 +131,23 @@ def _loading_options(source: LaunchSource) -> list[Option]:
     if source.lacks_extra_state:
         options.append(("--dist-ckpt-strictness", "log_all"))
     return options
+
+
+def _training_options(source: LaunchSource) -> list[Option]:
+    """The flags with which Megatron goes on with the checkpoint's schedule, batches and length. Rates are printed as
+    Python prints floats: since core 0.17 Megatron knows a group of parameters by them."""
+    if not source.has_optimizer:
+        return []
+    scheduler, args = source.scheduler, source.reader.args if of_megatron(source.reader) else {}
+    words = {"lr": scheduler.get("max_lr"), "min_lr": scheduler.get("min_lr"), "clip_grad": args.get("clip_grad")}
+    found: dict[str, object] = {name: value for name, value in words.items() if isinstance(value, int | float)}
+    if (style := scheduler.get("lr_decay_style")) in DECAY_STYLES:
+        found |= {"lr_decay_style": style}
+    if style == "WSD" and args.get("lr_wsd_decay_style") in WSD_STYLES:
+        found |= {"lr_wsd_decay_style": args["lr_wsd_decay_style"], **source.sizes(["lr_wsd_decay_iters"])}
+    found |= source.sizes(["micro_batch_size", "global_batch_size", "train_iters"])
+    options: list[Option] = [(_flag(name), str(value)) for name, value in found.items()]
+    return [*options, ("--use-checkpoint-opt_param-scheduler",)] if scheduler else options
 
 
 def _precision_options(source: LaunchSource) -> list[Option]:

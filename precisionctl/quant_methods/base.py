@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import precisionctl.quant_methods
-from precisionctl.discover import discover
+from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
@@ -286,14 +286,14 @@ def sibling(weight: str, kind: str) -> str:
 
 
 def quant_methods() -> dict[str, QuantMethod]:
-    """Every method in this folder, by its name in config.json."""
-    methods: list[QuantMethod] = discover(precisionctl.quant_methods, "QUANT_METHOD")
-    return {method.name: method for method in methods}
+    """Every method in this folder, and of plug-ins, by its name in config.json."""
+    return discover_names(precisionctl.quant_methods, "QUANT_METHOD", QuantMethod, lambda method: [method.name])
 
+
+AS_VALUES = ("gptq", "awq")
+"""Methods whose codes are read as values alone (`checkpoints/transposed_codes.py`)."""
 
 _OTHERWISE = {
-    "gptq": "4-bit integers packed along inputs, which groups may take in another order",
-    "awq": "4-bit integers in an order of their own, under scales that norms before them have taken up",
     "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
 }
 """What methods that others know store, in words."""
@@ -310,6 +310,9 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     if not isinstance(quantization, Mapping):
         raise DamagedCheckpoint("`quantization_config` is not an object", where=where)
     methods, name = quant_methods(), quantization.get("quant_method")
+    if name in AS_VALUES:
+        what = f"codes of {name} are read as values alone"
+        raise PrecisionError(what, where=where, do="`convert --to hf` makes a directory in BF16 of them.")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)
         why = _OTHERWISE.get(name, "") if isinstance(name, str) else ""

@@ -6,6 +6,7 @@ Steps are optimizer steps (updates). A value out of its bounds, or keys that con
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Literal
 
 from precisionctl.errors import RecipeError
@@ -142,6 +143,31 @@ class Schedule:
         _require("schedule", self, warmup_steps=FROM_0, decay_steps=FROM_0, min_ratio=SHARE)
 
 
+Coefficient = float | Literal["checkpoint"]
+"""A number, or what the checkpoint says."""
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What keeps the loads of experts even: coefficients of losses, and the rate of DeepSeek's bias update; 0 is off
+    (`trainer/model/router_losses.py`, which has the formulas, as Balance)."""
+
+    pooled_loss: Coefficient = "checkpoint"
+    """transformers' load-balancing loss, of all layers together."""
+    aux_loss: Coefficient = "checkpoint"
+    """Megatron's, of each layer in a micro-batch."""
+    seq_aux_loss: Coefficient = "checkpoint"
+    """Of each layer in a row."""
+    global_aux_loss: Coefficient = "checkpoint"
+    """Of each layer in an update."""
+    z_loss: Coefficient = "checkpoint"
+    bias_update_rate: Coefficient = "checkpoint"
+
+    def __post_init__(self) -> None:
+        said = {key: FROM_0 for key, value in vars(self).items() if value != "checkpoint"}
+        _require("router", self, **said)
+
+
 @dataclass(frozen=True)
 class ParallelSettings:
     """How a model is distributed over the ranks of torchrun."""
@@ -155,6 +181,8 @@ class ParallelSettings:
     """Sequence parallelism: tensor-parallel ranks also divide the tokens between GEMMs."""
     expert: int = 1
     """Expert-parallel ranks, which divide each layer's experts."""
+    gather: Literal["per-pass", "per-update"] = "per-pass"
+    """How often layers are gathered and their gradients reduced; per update, all are held in between."""
 
     def __post_init__(self) -> None:
         _require("parallel", self, replicate=ABOVE_0, tensor=ABOVE_0, expert=ABOVE_0)
@@ -220,9 +248,16 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    router: RouterSettings = field(default_factory=RouterSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
     tracking: Tracking = field(default_factory=Tracking)
+
+    @property
+    def min_lr(self) -> float:
+        """The lowest learning rate of the schedule: the product of the decimals that the recipe has. Megatron tells
+        groups of parameters apart by it, and who gives it 0.00024 does not mean 3e-4 * 0.8, which is less."""
+        return float(Decimal(repr(self.optimizer.lr)) * Decimal(repr(self.schedule.min_ratio)))
 
     @property
     def casts_once(self) -> bool:

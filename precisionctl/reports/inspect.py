@@ -11,6 +11,7 @@ from torch import Tensor
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
@@ -39,6 +40,8 @@ def describe(reader: Reader) -> Description:
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
+    if isinstance(reader, HuggingFaceReader) and reader.transposed:
+        stored = reader.transposed.words
     return {
         "path": str(reader.path),
         "container": reader.container,
@@ -50,6 +53,7 @@ def describe(reader: Reader) -> Description:
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "parts": _parts(reader) if model and model.wrapper else None,
+        "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": model.described() if model else None,
@@ -57,6 +61,25 @@ def describe(reader: Reader) -> Description:
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
+
+
+_SIZES = {
+    "tensor": ("tp", "tensor_model_parallel_size"),
+    "pipeline": ("pp", "pipeline_model_parallel_size"),
+    "virtual": ("vpp", "virtual_pipeline_model_parallel_size"),
+    "first_layers": ("first-stage-layers", "decoder_first_pipeline_num_layers"),
+    "last_layers": ("last-stage-layers", "decoder_last_pipeline_num_layers"),
+    "expert": ("ep", "expert_model_parallel_size"),
+    "expert_tensor": ("etp", "expert_tensor_parallel_size"),
+}
+"""Fields of a Parallelism: the option of `convert` for each, and Megatron's argument."""
+
+
+def _cut(reader: Reader) -> dict[str, int] | None:
+    """The parallel sizes for which a Megatron checkpoint says that it was written, as far as it does."""
+    if not of_megatron(reader):
+        return None
+    return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
 
 
 def _parts(reader: Reader) -> dict[str, dict[str, int]]:
@@ -206,6 +229,7 @@ def summary(description: Description) -> Table:
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
+        *([("cut for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
@@ -240,6 +264,12 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
     ]
+
+
+def _cut_words(cut: Mapping[str, int]) -> str:
+    """Parallel sizes as `convert` takes them."""
+    words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size > 1 or field.endswith("layers")]
+    return " ".join(words) or ("one rank" if cut else "not said")
 
 
 def _optimizer_words(optimizer: Description | None) -> str:

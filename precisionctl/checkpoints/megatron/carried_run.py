@@ -5,6 +5,7 @@ That is arguments, counters, schedule, the optimizer's settings by parameter gro
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ from precisionctl.untrusted.safe_pickle import finite, parts
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _SHARDING = "param_state_sharding_type"
+RESHARDABLE = "fully_reshardable"
+"""The layout of the distributed optimizer in which tensors have the shapes of their parameters, as in the plain one."""
 _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
 """Keys of the common data that the writer makes itself, or that `carry_run` handles separately."""
 
@@ -37,15 +40,14 @@ class CarriedRun:
 
     `iteration` None makes a `release`. `common` is added to the common data, and `args` to the arguments in it.
     `objects`, by full key (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied if they are Spans of
-    another checkpoint. `distributed_optimizer` stores the optimizer as `fully_reshardable`. `left` names what is left
-    behind: what is only valid for the source's sizes, and objects of classes that are not installed here.
+    another checkpoint. `left` names what is left behind: what is only valid for the source's sizes, and objects of
+    classes that are not installed here.
     """
 
     iteration: int | None = None
     common: Mapping[str, object] = field(default_factory=dict)
     objects: Mapping[str, object] = field(default_factory=dict)
     args: Mapping[str, object] = field(default_factory=dict)
-    distributed_optimizer: bool = False
     left: tuple[str, ...] = ()
 
 
@@ -112,22 +114,30 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
     if objects and not (generators and sizes == (parallelism.tensor, parallelism.pipeline)):
         objects, left = {}, [*left, "rng_state"]
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
-    distributed = any(_SHARDING in optimizer for optimizer in optimizers)
-    return CarriedRun(reader.iteration, common, objects, args | kept, distributed, tuple(left))
+    return CarriedRun(reader.iteration, common, objects, args | kept, tuple(left))
 
 
 def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> CarriedRun:
     """What is carried over from another trainer's run: iteration, AdamW's count and settings, in the two groups of
     parameters that Megatron has, with and without decay. No trainer stores which schedule its learning rates follow."""
-    found, settings = reader.trainer_run, reader.trainer_run.settings
-    group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    group |= {key: value for key, value in settings.items() if key != "initial_lr"} | {"step": found.updates}
-    rates = {"max_lr": settings["initial_lr"], "min_lr": 0.0} if "initial_lr" in settings else {}
-    groups = [group | rates, group | rates | {"wd_mult": 0.0, "weight_decay": 0.0}]
-    optimizer = {"optimizer": {"state": {"common_step": found.updates}, "param_groups": groups}}
+    settings = dict(reader.trainer_run.settings)
+    rates = {"max_lr": settings.pop("initial_lr"), "min_lr": 0.0} if "initial_lr" in settings else {}
+    optimizer = adam_in_megatron(settings | rates, reader.trainer_run.updates)
     common = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
+
+
+def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any]:
+    """AdamW's settings and count as Megatron's optimizers want them beside their tensors: two groups of parameters,
+    with decay and then without, each with what tells it from others (`param_group_identifier_keys` in
+    megatron/core/optimizer/optimizer.py; since 0.17 also `max_lr` and `min_lr`, compared as floats). Transformer
+    Engine's and Apex's Adam count in the groups, PyTorch's in `common_step`."""
+    group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    group |= {"default_config": True, "bias_correction": True, **settings, "step": updates}
+    groups = [group, group | {"wd_mult": 0.0, "weight_decay": 0.0}]
+    inner = {"state": {"common_step": updates}, "param_groups": groups}
+    return {"optimizer": inner, _SHARDING: RESHARDABLE}
 
 
 def trainer_run_of(reader: MegatronReader) -> TrainerRun:
@@ -164,10 +174,21 @@ def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
         match = _DISTRIBUTED.fullmatch(key)
         if match and match[2] not in _OF_BUCKETS and int(match[1] or 0) < len(settings):
             settings[int(match[1] or 0)][match[2]] = reader.read_object(key)
-    for one in settings:
-        if _SHARDING in one:
-            one[_SHARDING] = "fully_reshardable"
-    return [one for one in settings if _is_plain(one)]
+    return [_for_either(one, reader.iteration) for one in settings if _is_plain(one)]
+
+
+def _for_either(optimizer: dict[str, Any], iteration: int | None) -> dict[str, Any]:
+    """An optimizer's settings with what the plain optimizer and the distributed one ask for, whichever it was."""
+    inner = optimizer.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+        return optimizer  # of another form: that of a model in FP32
+    state: dict[Any, Any] = found if isinstance(found := inner.get("state"), dict) else {}
+    step: Any = state.get("common_step", next((group["step"] for group in groups if "step" in group), iteration))
+    with suppress(TypeError, ValueError, OverflowError):  # PyTorch's is a tensor or a float
+        step = int(step)
+    state, groups = {**state, "common_step": step}, [{**group, "step": step} for group in groups]
+    return optimizer | {"optimizer": {**inner, "state": state, "param_groups": groups}, _SHARDING: RESHARDABLE}
 
 
 def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:

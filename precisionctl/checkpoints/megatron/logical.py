@@ -15,13 +15,15 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, STATE, TensorSpec
+from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
 MASTER = f"{STATE}param."
 """Prefix of FP32 master weights."""
+_PLAIN_MASTER = f"{STATE}fp32_param."
+"""What Megatron's plain optimizer calls them; `param` is the distributed optimizer's word."""
 
 _MOST_SLICES = 1 << 22
 """A bound on the tensors that a few bytes of `.metadata` can ask for. DeepSeek-V3 with its optimizer, 8 parts of each
@@ -55,6 +57,8 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     _check_count(stored, prefix, where)
     found: dict[str, LogicalTensor] = {}
     for key, tensor in stored.items():
+        if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor:
+            continue  # the same bytes
         for name, one in _slices(plain(key, prefix), tensor, where):
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
@@ -68,6 +72,13 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     for name, one in found.items():
         check_whole(name, one, where)
     return found
+
+
+def with_plain_masters(stored: Mapping[str, dcp.DcpTensor]) -> dict[str, dcp.DcpTensor]:
+    """Stored tensors with each master a second time, as the plain optimizer calls it: two keys of the same bytes, so
+    that either of Megatron's optimizers finds its own."""
+    masters = (key for key in stored if key.startswith(MASTER))
+    return {**stored, **{_PLAIN_MASTER + key.removeprefix(MASTER): stored[key] for key in masters}}
 
 
 def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:
@@ -182,6 +193,8 @@ _APART = (
     (re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w"), ("_w", "_v")),  # gate and up
     (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in IN_PROJ_PARTS)),
     (re.compile(r"(.+\.conv1d\.weight)\.query"), tuple(f".{part}" for part in CONV_PARTS)),
+    (re.compile(r"(.+\.in_proj\.weight)\.z"), tuple(f".{part}" for part in MIXER_PARTS)),
+    (re.compile(r"(.+\.conv1d\.(?:weight|bias))\.x"), tuple(f".{part}" for part in MIXER_CONV_PARTS)),
 )
 """Tensors whose parts Megatron stores apart: the name of the first part, and what is behind the name of each."""
 

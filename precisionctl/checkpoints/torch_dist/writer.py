@@ -18,10 +18,10 @@ from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, RESHARDABLE, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
-from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER
+from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.torch_dist.placement import lay_out, layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
@@ -29,15 +29,15 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ONE_RANK, STATE, Parallelism, TensorSpec
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 
 class TorchDistWriter:
     """Writes the directory of one iteration or `release`. The caller writes the tracker file.
 
-    `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in the
-    form of Megatron's plain optimizer, or of the distributed one if `run` says so. `fp8_in` says where FP8 state goes:
-    into `_extra_state` for a run in FP8, in the form of TE 1.x or 2.x (`te`), or only into the sidecar.
+    `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in a
+    form that both Megatron's plain optimizer and its distributed one load. `fp8_in` says where FP8 state goes: into
+    `_extra_state` for a run in FP8, in the form of TE 1.x or 2.x (`te`), or only into the sidecar.
 
     `parallelism` decides how tensors are cut and which files they go to; a run of any other sizes can load them. File
     sizes and offsets follow from the arguments alone; equal input gives equal bytes. Raises PrecisionError for experts
@@ -61,7 +61,7 @@ class TorchDistWriter:
         self._fp8_in, self._te = fp8_in, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
-        keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
+        keys = {name: stack(name, self._by_layer) for name in specs}
         _check_stacks(specs, keys)
         self._placed = place(directory, specs, keys, parallelism)
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
@@ -71,12 +71,6 @@ class TorchDistWriter:
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
 
-    def _stored_name(self, name: str) -> str:
-        """The name with `fp32_param` for an FP32 master weight, as Megatron's plain optimizer calls it."""
-        if name.startswith(MASTER) and not self._run.distributed_optimizer:
-            return f"{STATE}fp32_param.{name.removeprefix(MASTER)}"
-        return name
-
     def lay_out(self) -> None:
         """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -85,9 +79,8 @@ class TorchDistWriter:
     def finish(self, fp8: Fp8States | None) -> None:
         """Write objects, `.metadata`, common data, FP8 state, companion files, and last `metadata.json`."""
         payloads = fp8 if self._fp8_in == "extra_state" else None
-        dcp.write_index(
-            self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
-        )
+        stored = with_plain_masters(stored_tensors(self.specs, self._placed))
+        dcp.write_index(self.directory, dcp.Index(stored, self._write_objects(payloads)))
         own_provider = any("post_layernorm" in name for name in self.specs)
         if describes(self.model) and not own_provider:
             write_run_config(self.directory, self._args)
@@ -97,8 +90,8 @@ class TorchDistWriter:
         content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self._by_layer:
             content["non_homogeneous_layers"] = True
-        if self._run.distributed_optimizer:
-            content["distrib_optim_sharding_type"] = "fully_reshardable"
+        if any(name.startswith(OPTIMIZER) for name in self.specs):
+            content["distrib_optim_sharding_type"] = RESHARDABLE
         (self.directory / COMMON).write_bytes(
             torch_zip_writer.dump(
                 {

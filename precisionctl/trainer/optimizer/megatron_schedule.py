@@ -1,4 +1,4 @@
-"""Megatron's learning rate schedule, continued from a checkpoint.
+"""Megatron's learning rate schedule, continued from a checkpoint, and ours in its form.
 
 The arithmetic is that of megatron/core/optimizer_param_scheduler.py (OptimizerParamScheduler.get_lr), which counts
 samples, not updates. The initial rate of warm-up and WSD's decay are not in its state but in Megatron's arguments.
@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.recipe import Recipe
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-_WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class MegatronSchedule:
             and 0 <= self.init_lr <= self.max_lr
             and all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
             and self.lr_warmup_steps < self.lr_decay_steps
-            and self.lr_decay_style in _STYLES
-            and (self.lr_decay_style != "WSD" or (self.wsd_decay_steps > 0 and self.wsd_decay_style in _WSD_STYLES))
+            and self.lr_decay_style in DECAY_STYLES
+            and (self.lr_decay_style != "WSD" or (self.wsd_decay_steps > 0 and self.wsd_decay_style in WSD_STYLES))
         )
         if not sound:
             raise DamagedCheckpoint(f"its schedule is none of Megatron's: {asdict(self)}", do=_SKIP)
@@ -78,6 +79,29 @@ class MegatronSchedule:
             f"{self.lr_decay_style}, {self.max_lr:.2e} to {self.min_lr:.2e} over {self.lr_decay_steps} samples, "
             f"after {self.num_steps}"
         )
+
+
+def megatron_scheduler(recipe: Recipe, schedule: MegatronSchedule | None, step: int) -> dict[str, object]:
+    """The state of Megatron's scheduler (state_dict in optimizer_param_scheduler.py) after update `step`, so that its
+    next rate is the run's: of the `schedule` that the run continues, else of the recipe.
+
+    The recipe's rate of update n is Megatron's after n batches: it counts the coming one.
+    """
+    batch, decay = recipe.train.batch_size, recipe.optimizer.weight_decay
+    samples = recipe.train.steps * batch
+    if schedule is not None:
+        keys = ("max_lr", "min_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps")
+        rates = {key: getattr(schedule, key) for key in keys} | {"num_steps": schedule.samples(step, batch)}
+    else:
+        rates = {
+            "max_lr": recipe.optimizer.lr,
+            "min_lr": recipe.min_lr,
+            "lr_decay_style": {"wsd": "WSD"}.get(recipe.schedule.kind, recipe.schedule.kind),
+            "lr_warmup_steps": recipe.schedule.warmup_steps * batch,
+            "lr_decay_steps": samples,
+            "num_steps": (step + 1) * batch,
+        }
+    return rates | {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant", "wd_incr_steps": samples}
 
 
 def _left(style: str, done: float) -> float:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
@@ -33,6 +33,7 @@ from precisionctl.param import KINDS, STATE
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
@@ -132,7 +133,9 @@ class Saver:
         if run.world.first:
             guard = run.guard.saved_state if run.guard else None
             schedule = asdict(run.schedule) if run.schedule else None
-            saved = Saved(run.step, run.position, self._identity, guard, schedule, asdict(run.skipped))
+            saved = Saved(
+                run.step, run.position, self._identity, guard, schedule, asdict(run.skipped), asdict(run.model.balance)
+            )
             with disk_problems(output):
                 output.begin()
                 sign(output.partial, saved)
@@ -266,36 +269,20 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
 
 
 def _megatron_state(run: Run) -> CarriedRun:
-    """Optimizer and schedule in Megatron's form (optimizer.py, optimizer_param_scheduler.py: state_dict), and under our
-    own keys random generator states and the optimizer's extra state."""
-    settings, schedule, train = run.recipe.optimizer, run.recipe.schedule, run.recipe.train
-    group = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-    rates: dict[str, object]
-    if run.schedule is not None:
-        keys = ("max_lr", "min_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps")
-        rates = {key: getattr(run.schedule, key) for key in keys}
-        rates["num_steps"] = run.schedule.samples(run.step, train.batch_size)
-    else:
-        rates = {
-            "max_lr": settings.lr,
-            "min_lr": settings.lr * schedule.min_ratio,
-            "lr_decay_style": {"wsd": "WSD"}.get(schedule.kind, schedule.kind),
-            "lr_warmup_steps": schedule.warmup_steps * train.batch_size,
-            "lr_decay_steps": train.steps * train.batch_size,
-            "num_steps": run.step * train.batch_size,
-        }
-    decay = {
-        "start_wd": settings.weight_decay,
-        "end_wd": settings.weight_decay,
-        "wd_incr_style": "constant",
-        "wd_incr_steps": train.steps * train.batch_size,
-    }
-    common: dict[str, object] = {
-        "optimizer": {"optimizer": {"state": {"common_step": run.optimizer.steps}, "param_groups": [group]}},
-        "opt_param_scheduler": rates | decay,
-    }
+    """Optimizer, schedule and counters in Megatron's form (optimizer.py, optimizer_param_scheduler.py: state_dict), and
+    under our own keys random generator states and the optimizer's extra state."""
+    settings, train = run.recipe.optimizer, run.recipe.train
+    scheduler = megatron_scheduler(run.recipe, run.schedule, run.step)
+    adam = {"lr": run.learning_rate(run.step + 1), "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+    adam |= {"weight_decay": settings.weight_decay, "max_lr": scheduler["max_lr"], "min_lr": scheduler["min_lr"]}
+    common = {"optimizer": adam_in_megatron(adam, run.optimizer.steps), "opt_param_scheduler": scheduler}
+    args: dict[str, object] = {"no_save_optim": False, "consumed_train_samples": run.position}
+    args |= {"micro_batch_size": train.micro_batch_size, "global_batch_size": train.batch_size}
+    args |= {"train_iters": train.steps, "clip_grad": settings.clip_norm}
+    if run.recipe.schedule.kind == "wsd" and run.schedule is None:  # no part of a scheduler's state
+        args |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": run.recipe.schedule.decay_steps}
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     objects: dict[str, Any] = {RNG: {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}}
     if run.optimizer.extra_state:
         objects[OPTIMIZER] = dict(run.optimizer.extra_state)
-    return CarriedRun(run.step, common, objects)
+    return CarriedRun(run.step, common, objects, args)
