@@ -182,6 +182,54 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
+    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
+    which a state of `state_dim` channels is written (B) and read (C)."""
+
+    pattern: str
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
+        for name, size in vars(self).items():
+            if name != "pattern":
+                check_size(size, f"mamba_{name}")
+        if self.num_heads % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
+        check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of in_proj: gate (z), x, B, C, dt."""
+        state = self.num_groups * self.state_dim
+        return (self.inner_size, self.inner_size, state, state, self.num_heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B, C."""
+        return self.in_proj_parts[1:4]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
 class DSA:
     """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
     (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
@@ -294,6 +342,7 @@ class ModelShape:
     dsa: DSA | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
+    mamba: Mamba2 | None = None
     mtp_num_layers: int = 0
     wrapper: Wrapper | None = None
 
@@ -317,8 +366,10 @@ class ModelShape:
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
         freq = self.moe.layer_freq if self.moe else None
-        by_layer = {"window_layers": self.window_layers, "rope_layers": self.rope_layers, "moe_layer_freq": freq}
+        by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
+        by_layer["moe_layer_freq"] = freq
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
+        by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
@@ -500,6 +551,9 @@ class ModelShape:
         if self.dsa:
             used["dsa"] = "some"
             used |= {f"dsa.{name}": value for name, value in vars(self.dsa).items()}
+        if self.mamba:
+            used["mamba"] = "some"
+            used |= {f"mamba.{name}": value for name, value in vars(self.mamba).items()}
         if all(self.rope_layers or ()):
             used["rope_layers"] = None
         if not self.gated_linear_unit:

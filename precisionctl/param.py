@@ -5,7 +5,7 @@ Names are logical: one for each layer and expert, without rank, stage or stackin
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -54,6 +54,10 @@ IN_PROJ_PARTS = ("query", "key", "value", "z", "beta", "alpha")
 CONV_PARTS = IN_PROJ_PARTS[:3]
 """Parts of a gated delta net's input projection and convolution, as torch_dist calls them
 (megatron/core/ssm/gated_delta_net.py, sharded_state_dict)."""
+
+MIXER_PARTS = ("z", "x", "B", "C", "dt")
+MIXER_CONV_PARTS = MIXER_PARTS[1:4]
+"""The same of a Mamba-2 mixer (megatron/core/ssm/mamba_mixer.py)."""
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,9 @@ class TensorSpec:
     def stored_dtype(self) -> str:
         """PyTorch's name for what a file has."""
         return self.packing.element.stored if self.packing else str(self.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=4096)
+def shared_spec(shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel = REPLICATED) -> TensorSpec:
+    """The TensorSpec of these, as one object for all tensors that are so: 100,000 of a model are of a few dozen."""
+    return TensorSpec(shape, dtype, parallel)

@@ -296,6 +296,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
+NOT_TRAINED: dict[str, dict[str, Any]] = {
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-M*",
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 4,
+        "ssm_state_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+}
+"""Families that convert and export, and that the trainer refuses; as FAMILIES."""
+
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
 
@@ -308,7 +325,7 @@ def shape(family: str) -> ModelShape:
 
 def settings(family: str) -> dict[str, Any]:
     """Of its config."""
-    return {"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]
+    return {"model_type": "llama"} | SIZES | NO_TOKENS | (FAMILIES | NOT_TRAINED)[family]
 
 
 def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:

@@ -24,7 +24,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
@@ -268,6 +268,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
             "gdn": DELTA.gdn,
+            "mamba": Mamba2("M*", 4, 4, 2, 8),
         }.items()
     ),
     (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),

@@ -48,8 +48,9 @@ _EXPERT = "model.layers.{layer}.feed_forward.experts.{expert}."
 _EXPERTS = Either(
     tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(FUSED, _MLP)),
     experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
+    only_read=True,
 )
-"""In one tensor; but one by one where they are codes, as llm-compressor writes them."""
+"""In one tensor; one by one where they are codes, as llm-compressor writes them."""
 
 _KINDS = {"chunked_attention": True, "full_attention": False}
 

@@ -106,7 +106,7 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
 def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
     backend, output = choose_backend(calibration.backend), _output(calibration)
     source = open_checkpoint(calibration.checkpoint, calibration.iteration)
-    check_length(recipe, source.model)
+    check_length(recipe, source.model, "--sequence-length ")
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     with open_tokenizer(source.companions) as tokenizer:

@@ -21,7 +21,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     """
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path)
-    containers: list[Container] = discover(checkpoints, "CONTAINER")
+    containers = discover(checkpoints, "CONTAINER", Container)
     for container in containers:
         if container.recognise(path):
             reader = container.open(path, iteration, hints)

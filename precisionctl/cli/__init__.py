@@ -9,7 +9,7 @@ from precisionctl import __version__
 from precisionctl.cli.completion import completion
 from precisionctl.cli.group import Commands
 from precisionctl.cli.looking import compare, doctor, evaluate, inspect, launch_args, verify
-from precisionctl.cli.training import calibrate, demo, resume
+from precisionctl.cli.training import calibrate, demo, resume, tokenize
 from precisionctl.cli.writing import convert, export_inference
 
 
@@ -26,6 +26,7 @@ def main() -> None:
 COMMANDS = (
     inspect,
     convert,
+    tokenize,
     calibrate,
     resume,
     export_inference,

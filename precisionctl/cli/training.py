@@ -1,5 +1,7 @@
 """Commands that run a model: resume, calibrate and demo."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,34 @@ def calibrate(
 
 @click.command(
     cls=Command,
+    short_help="Tokenize data into Megatron's .bin and .idx, by all cores.",
+    examples=["tokenize text/ corpus --tokenizer CKPT"],
+)
+@click.argument("data", type=DATA)
+@click.argument("out", type=NEW_PATH)
+@click.option("--tokenizer", type=CHECKPOINT, required=True, help="A checkpoint, or a directory of its tokenizer.")
+@click.option("--workers", type=POSITIVE, help="Processes. Default: one for each core.")
+def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> None:
+    """Tokenize DATA into OUT.bin and OUT.idx, Megatron's, which resume takes too.
+
+    Text, JSONL, JSON, parquet or a folder, as resume reads it; of conversations OUT.learned says what is to be learned.
+    If killed, the same command continues.
+    """
+    from precisionctl import console
+    from precisionctl.reports import run as report
+    from precisionctl.trainer.data.corpus import make_corpus
+    from precisionctl.trainer.data.formats.find import files_of
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
+    with console.bytes_progress("tokenizing", total) as on_text:
+        made = make_corpus(data, out, tokenizer, workers or cores, on_text)
+    console.show_lines(report.corpus(made, out))
+    raise click.exceptions.Exit(GO_ON if made.signal else 0)
+
+
+@click.command(
+    cls=Command,
     short_help="Run the whole story on one CPU, in a few minutes.",
     examples=["demo --out demo-run"],
 )
@@ -165,6 +195,9 @@ def calibrate(
 def demo(out: Path) -> None:
     """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
     from precisionctl import console
+    from precisionctl.errors import require_package
+
+    require_package("transformers", "train", "the demo")
     from precisionctl.demo import report, story
 
     def say(line: str) -> None:

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
@@ -26,11 +27,14 @@ from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB
+from precisionctl.fp8.four_bit_loss import NAMES as FOUR_BIT_NAMES
 from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import FOUR_BITS
 
 _NAMES = {
     "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
@@ -92,7 +96,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if isinstance(reader, SavedStatesReader) and reader.unread:
+    if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
         yield f"What is not read of the optimizer stays behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
@@ -299,6 +303,20 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
     if known.outdated:
         what = "it is carried in the sidecar and used for nothing" if carried else "it stays behind"
         yield outdated_note(known.outdated, what)
+
+
+def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+    """Before an export in four bits: what rounding costs weights that are values, and who measures it."""
+    name = FOUR_BITS.get(request.scheme or "")
+    rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
+    if name and rounded:
+        usual = next(GAUSSIAN_DB[scheme] for scheme, title in FOUR_BIT_NAMES.items() if title == name)
+        yield (
+            f"{len(rounded)} weights are rounded to {name}: Gaussian ones keep {usual} dB of signal over rounding "
+            f"(FP8 keeps 31), those with outliers less. `precisionctl inspect {request.source} --fp8` says beforehand "
+            f"what each kind loses, `precisionctl eval {request.destination} --data FILE --against {request.source}` "
+            "what it costs the model."
+        )
 
 
 def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:

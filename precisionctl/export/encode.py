@@ -258,11 +258,11 @@ def in_scheme(
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         blocks = form.scheme == "block" or form.scheme in FOUR_BITS
-        others = "--scheme static or dynamic, which have no blocks; or " if blocks else ""
+        others = "--scheme static or dynamic, which have no blocks, or " if blocks else ""
         raise PrecisionError(
             f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
-            do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
-            "modules in --exclude, or keep_bf16 of a --recipe.",
+            do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
+            "them; or name modules in --exclude, or keep_bf16 of a --recipe.",
         )
     refused |= along_with(refused, (name for job in jobs for name in job.weights))
     jobs = [job for job in jobs if refused.keys().isdisjoint(job.weights)]
@@ -270,7 +270,9 @@ def in_scheme(
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
             + (f": the engine takes none of {len(refused)} for their shapes" if refused else ""),
-            do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
+            do="Another scheme of `export-inference` (--scheme) has other blocks; --include takes more linears."
+            if refused
+            else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
     if form.scheme == "static":
@@ -280,7 +282,7 @@ def in_scheme(
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",
-                do="Export with --scheme static, which has one scale for all of a weight.",
+                do="`export-inference --scheme static` has one scale for all of a weight.",
             )
     return InScheme(form, jobs, refused, inputs, kept)
 

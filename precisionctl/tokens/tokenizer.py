@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, require_package
 from precisionctl.tokens.limits import Limits, to_load, to_tokenize
 from precisionctl.tokens.process import Ended, Process
 from precisionctl.tokens.wire import IDS, Packet
@@ -74,14 +74,17 @@ class TokenizedSample(NamedTuple):
 class Tokenizer:
     """transformers' tokenizer of some files, in a process that is started when it is first needed.
 
-    All methods but `close` raise DataError: for files that make no tokenizer, for one that takes too much time or
-    memory, and for text that it refuses.
+    Raises EnvironmentProblem without transformers. All methods but `close` raise DataError: for files that make no
+    tokenizer, for one that takes too much time or memory, and for text that it refuses.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], *, one_core: bool = False) -> None:
+        """With `one_core` the process uses no more, for several of them beside one another."""
+        require_package("transformers", "train", "text")
         self._files = {name: files[name] for name in sorted(files) if any(fnmatchcase(name, each) for each in _FILES)}
         self._process: Process | None = None
-        self._end: int | None = None
+        self._known: _Known | None = None
+        self._one_core = one_core
 
     @property
     def key(self) -> str:
@@ -94,15 +97,23 @@ class Tokenizer:
     @property
     def end(self) -> int:
         """The end-of-text token."""
-        if self._end is None:
+        return self._loads().end
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that it knows, added ones included."""
+        return self._loads().size
+
+    def _loads(self) -> "_Known":
+        if self._known is None:
             self.check()
-        assert self._end is not None
-        return self._end
+        assert self._known is not None
+        return self._known
 
     def check(self) -> None:
         """Start the process and load the files, unless that is done."""
         if self._process is None or not self._process.runs:
-            self._end = self._loaded()
+            self._known = self._loaded()
 
     def texts(self, pieces: Sequence[TextPiece]) -> list[NDArray[np.int32]]:
         """The tokens of each text, int32 `[tokens]`, with the tokenizer's special tokens."""
@@ -149,8 +160,8 @@ class Tokenizer:
             self._process.close()
             self._process = None
 
-    def _loaded(self) -> int:
-        """Start the process and load the files. Returns the end-of-text token."""
+    def _loaded(self) -> "_Known":
+        """Start the process and load the files."""
         size, named = sum(map(len, self._files.values())), ", ".join(self._files)
         do = (
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
@@ -160,7 +171,7 @@ class Tokenizer:
             raise DataError("the checkpoint has no tokenizer", where=named, do=do)
         if size > LARGEST:
             raise DataError(f"a tokenizer of {size >> 20} MB, as none is", where=named, do=do)
-        process = Process()
+        process = Process(one_core=self._one_core)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
@@ -174,7 +185,7 @@ class Tokenizer:
             process.close()
             raise
         self._process = process
-        return end
+        return _Known(end, int(reply.fields["size"]))
 
     def _answers(
         self, do: str, fields: Mapping[str, Any], parts: Sequence[bytes], queries: "Sequence[_Query]"
@@ -182,6 +193,13 @@ class Tokenizer:
         self.check()
         assert self._process
         return _fetched(self._process, {**fields, "do": do}, parts, queries)
+
+
+class _Known(NamedTuple):
+    """The end-of-text token, and the number of tokens."""
+
+    end: int
+    size: int
 
 
 class _Query(NamedTuple):
@@ -195,9 +213,9 @@ class _Query(NamedTuple):
 
 
 @contextmanager
-def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
+def open_tokenizer(companions: Companions, *, one_core: bool = False) -> Iterator[Tokenizer]:
     """A context with a checkpoint's tokenizer, at whose end its process ends."""
-    tokenizer = Tokenizer(companions.files)
+    tokenizer = Tokenizer(companions.files, one_core=one_core)
     try:
         yield tokenizer
     finally:

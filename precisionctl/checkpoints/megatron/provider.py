@@ -34,7 +34,8 @@ _SAME = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "no_rope_freq"),
+    *("moe_shared_expert_gate", "moe_apply_probs_on_input", "no_rope_freq", "qk_l2_norm"),
+    *("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_layer_freq"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),
@@ -62,20 +63,26 @@ _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
+_OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
+"""Layers with norms of queries and keys over all heads, beside experts."""
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
-    return model.dsa is None and not model.xielu
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, for
+    xIELU, or for mixers."""
+    return model.dsa is None and not model.xielu and model.mamba is None
 
 
-def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
-    """Write Bridge's `run_config.yaml` for the model of these arguments."""
+def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:
+    """Write Bridge's `run_config.yaml` for a model, of which these arguments say most."""
     saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
-    config = {"model": to_provider(args), "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
+    provider = to_provider(args)
+    if model.moe and model.qk_layernorm_over_heads and model.num_query_groups == model.num_attention_heads:
+        provider["transformer_layer_spec"] = _call(_OVER_HEADS)
+    config = {"model": provider, "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
     (directory / BRIDGE).write_text(yaml.safe_dump(config, sort_keys=True))
 
 

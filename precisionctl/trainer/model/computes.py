@@ -30,6 +30,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
         ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
+    "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
