@@ -29,7 +29,7 @@ def line(model_type: str) -> str:
     if {*families} & BRIDGE.keys() and like is None:
         judges.append("Megatron-Bridge")
     if {*families} & pico.NOT_TRAINED.keys():
-        judges = ["nobody: `resume` refuses it"]
+        judges = []
     computes = f"all but {otherwise}" if otherwise else "all"
     return f"| `{model_type}` | {supported()[model_type].names_by} | {computes} | {', '.join(judges)} |"
 
