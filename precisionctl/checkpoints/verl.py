@@ -25,8 +25,8 @@ from typing import Any
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
 from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
-from precisionctl.checkpoints.numbered_optimizer import DROP, names_by_number
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader
+from precisionctl.checkpoints.numbered_optimizer import DROP, TIED, names_by_number
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -36,8 +36,6 @@ from precisionctl.untrusted.safe_files import has_file
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
-_TIED = "lm_head.weight"
-"""With FSDP 1 it is there beside embeddings that it is tied to, with bytes of its own."""
 _WHAT = "not what verl writes"
 
 RankParts = Sequence[tuple[Path, Any]]
@@ -152,12 +150,9 @@ def _parameters(state: Mapping[str, Any]) -> list[str]:
     """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
     DTensors a buffer."""
     kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
-    seen = dict[int, str]()
-    for name, one in state.items():
-        local = one.local if isinstance(one, RankShard) else one
-        if isinstance(one, kind) and isinstance(local, LocatedTensor):
-            seen.setdefault(local.offset, name)
-    return list(seen.values())
+    local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
+    located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}
+    return list(dict.fromkeys(first_names(located).values()))
 
 
 def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:
@@ -194,7 +189,8 @@ def _moments(
         return [(path, state[number][kind]) for path, state in states if number in state]
 
     numbers = [number for group in groups for number in group["params"]]
-    for names in (list(parameters), [name for name in parameters if not name.endswith(_TIED)]):
+    # FSDP 1 saves an output layer that is tied with bytes of its own
+    for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
             named = names_by_number(groups, names, states[0][0])
             trained = {named[number]: found for number in numbers if (found := parts(number))}

@@ -181,6 +181,8 @@ class ParallelSettings:
     """Sequence parallelism: tensor-parallel ranks also divide the tokens between GEMMs."""
     expert: int = 1
     """Expert-parallel ranks, which divide each layer's experts."""
+    gather: Literal["per-pass", "per-update"] = "per-pass"
+    """How often layers are gathered and their gradients reduced; per update, all are held in between."""
 
     def __post_init__(self) -> None:
         _require("parallel", self, replicate=ABOVE_0, tensor=ABOVE_0, expert=ABOVE_0)

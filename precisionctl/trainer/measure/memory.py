@@ -101,7 +101,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
         weights=2 * mine if whole else 0,
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
-        passes=most + (0 if whole else _gathered(parameters, recipe.parallel)),
+        passes=most + (0 if whole else _gathered(parameters, recipe.parallel, several)),
         process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
     )
 
@@ -121,12 +121,16 @@ PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
 and of what the allocator cannot use."""
 
 
-def _gathered(parameters: Parameters, parallel: ParallelSettings) -> int:
+def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:
     """Bytes that FSDP2 has gathered at a time: the layer that computes and the next one in BF16, the gradients of one
-    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time."""
-    layer = max(parameters.layers(parallel))
-    outside = parameters.outside // parallel.tensor
-    return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
+    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time. If it
+    gathers once in an update, all layers in BF16, and of several passes the sums of their gradients in FP32."""
+    layers = parameters.layers(parallel)
+    layer, outside = max(layers), parameters.outside // parallel.tensor
+    reduced = 2 * layer + 4 * max(layer, outside)
+    if parallel.gather == "per-update":
+        return (2 + (4 if several else 0)) * (sum(layers) + outside) + reduced
+    return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
 def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:

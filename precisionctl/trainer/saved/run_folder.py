@@ -35,6 +35,7 @@ _KEYS_NOT_IN_IDENTITY = (
     "parallel.tensor",
     "parallel.sequence",
     "parallel.expert",
+    "parallel.gather",
     "train.recompute",
     "train.memory_check",
     "train.graphs",
