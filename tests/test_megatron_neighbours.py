@@ -16,12 +16,13 @@ from conversions import assert_same_tensors, run
 from dist_checkpoints import MODEL, NAMES, specs, values, write
 from pico import FAMILIES, make
 from torch.distributed.checkpoint import FileSystemWriter
+from trained_models import config_of, moments, save, states, trained
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -160,6 +161,29 @@ def test_verls_directory_is_read_with_the_config_beside_it(tmp_path: Path, place
     run(actor if given == "actor" else actor / place / "dist_ckpt", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_verls_optimizer_in_a_directory_of_its_own_comes_with_the_model(tmp_path: Path) -> None:
+    """As verl 0.9 divides what Megatron writes in one."""
+    actor = verls(tmp_path, "model")
+    model, optimizer = trained("qwen3")
+    save(tmp_path / "pytorch", states(model, optimizer))
+    run(config_of(model, tmp_path / "pytorch"), tmp_path / "whole", "megatron", "bf16")
+    whole = next((tmp_path / "whole").glob("iter_*"))
+    shutil.rmtree(actor / "model" / "dist_ckpt")
+    index, common = dcp.read_index(whole), torch.load(whole / "common.pt", weights_only=False)
+    for part, of_part in (("model", False), ("optimizer", True)):
+        shutil.copytree(whole, actor / part / "dist_ckpt")
+        tensors = {key: one for key, one in index.tensors.items() if key.startswith("optimizer.") == of_part}
+        dcp.write_index(actor / part / "dist_ckpt", dcp.Index(tensors, {}))
+        torch.save({"optimizer": common["optimizer"]} if of_part else {}, actor / part / "dist_ckpt" / "common.pt")
+    (actor / "model" / "dist_ckpt" / "run_config.yaml").unlink()
+    run(actor, tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    assert back.trainer_run.updates == 2 and back.trainer_run.settings["betas"] == (0.9, 0.95)
+    for name, tensor in moments(model, optimizer, "exp_avg").items():
+        assert torch.equal(read_tensor(WithOptimizer(back), f"optimizer.state.exp_avg.{name}"), tensor), name
 
 
 def test_a_checkpoint_that_says_no_model_asks_for_a_reference_of_which_config_and_tokenizer_are_enough(

@@ -146,6 +146,8 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "AWQ for 'gemv'"),
         ("awq", {"version": 1}, "which are not read"),
         ("awq", {"backend": "llm-awq"}, "AWQ for 'llm-awq'"),
+        ("gptq", {"group_size": 0}, "0 as the size of a group"),
+        ("awq", {"group_size": None}, "None as the size of a group"),
     ],
 )
 def test_other_orders_of_codes_are_refused_by_name(

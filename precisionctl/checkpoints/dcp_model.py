@@ -70,7 +70,7 @@ class DcpModelReader(TrainerDirectory):
         prefix = _wrapper(weights)
         in_model = {name.removeprefix(prefix): one for name, one in weights.items()}
         self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, path)
-        self.left = self._optimizer.others
+        self.left, self.unread = self._optimizer.others, self._optimizer.unread
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
         for each in filter(None, (index, index_of_optimizer)):

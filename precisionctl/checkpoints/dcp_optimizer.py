@@ -18,12 +18,13 @@ from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import adam_settings, lost_settings
-from precisionctl.errors import CheckpointError, damage
+from precisionctl.errors import CheckpointError, damage, shown
 from precisionctl.param import TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq)")
+_OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
 _SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay)")
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(
@@ -43,6 +44,13 @@ class DcpOptimizer:
     others: tuple[str, ...] = ()
     numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     parameters: Mapping[int, Span] = field(default_factory=dict)
+
+    @property
+    def unread(self) -> str:
+        """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
+        found = {match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key))}
+        kinds = sorted(found - {"step", "exp_avg", "exp_avg_sq"})
+        return f"{shown(kinds)}, which AdamW has not" if kinds else ""
 
     def updates(self, where: Path) -> int:
         """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each."""

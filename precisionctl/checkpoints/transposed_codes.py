@@ -82,8 +82,11 @@ class TransposedCodes:
         self._one_less = not self._awq and _format_of(quantization, where) == "gptq"
         if self._awq:
             _check_awq(quantization, where)
+        group_size = quantization.get("group_size")
+        if type(group_size) is not int or group_size < -1 or group_size == 0:
+            raise PrecisionError(f"{shown(group_size)} as the size of a group", where=where, do=_FROM_THE_RELEASE)
         found = [name.removesuffix(".qweight") for name in stored.specs if name.endswith(".qweight")]
-        self._modules = {f"{name}.weight": self._module(name, quantization.get("group_size")) for name in found}
+        self._modules = {f"{name}.weight": self._module(name, group_size) for name in found}
         self.specs = {
             name: TensorSpec((module.out, module.inputs), torch.bfloat16) for name, module in self._modules.items()
         }
@@ -156,7 +159,7 @@ class TransposedCodes:
         first, stop = columns.start // in_word, -(-columns.stop // in_word)
         return read_box(self._stored, name, Box(0, self._stored.specs[name].rows, first, stop - first))
 
-    def _module(self, name: str, group_size: object) -> _Module:
+    def _module(self, name: str, group_size: int) -> _Module:
         specs = self._stored.specs
         there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
         for kind, spec in there.items():
@@ -184,7 +187,6 @@ class TransposedCodes:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
         group = inputs if group_size == -1 else group_size
-        fits = fits and type(group) is int and group > 0
         if order:
             fits = fits and (order.dtype, order.shape) == (torch.int32, (inputs,))
         else:

@@ -195,6 +195,9 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
 def demo(out: Path) -> None:
     """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
     from precisionctl import console
+    from precisionctl.errors import require_package
+
+    require_package("transformers", "train", "the demo")
     from precisionctl.demo import report, story
 
     def say(line: str) -> None:

@@ -68,7 +68,9 @@ def without_cuda() -> None:
 def with_names_of_transformer_engine() -> None:
     """Give Bridge layers of megatron-core whose norms are where Transformer Engine fuses them."""
     from megatron.bridge.models import gpt_provider
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
@@ -91,6 +93,7 @@ def with_names_of_transformer_engine() -> None:
 
     def layer_spec(config: Any) -> Any:
         settings = {"qk_layernorm": config.qk_layernorm, "normalization": config.normalization}
+        settings["num_experts"], config.moe_grouped_gemm = config.num_moe_experts, False
         return renamed(gpt_layer_specs.get_gpt_layer_local_spec(**settings))
 
     blocks = gpt_layer_specs.get_gpt_decoder_block_spec
@@ -101,6 +104,34 @@ def with_names_of_transformer_engine() -> None:
         block.layer_specs = [renamed(layer) for layer in block.layer_specs]
         return block
 
+    class Norm(torch.nn.Module):  # megatron-core's own cannot be one whose weight is the factor less one
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((hidden_size,), torch.nan, dtype=config.params_dtype))
+
+    class FusedNorms(LocalSpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return TELayerNormColumnParallelLinear
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+            return Norm
+
+    def backend_of(config: Any) -> FusedNorms:
+        config.moe_grouped_gemm = False
+        return FusedNorms()
+
+    def attention_spec(**settings: Any) -> Any:
+        layer = renamed(gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=settings["qk_layernorm"]))
+        parts = layer.submodules.self_attention.submodules
+        parts.q_layernorm = parts.k_layernorm = Norm
+        return layer
+
+    gated_delta_net.HAVE_FLA = True  # nothing is computed
+    experimental_attention_variant_module_specs._get_backend_spec_provider = backend_of
+    gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = attention_spec
     moe_utils.te_general_gemm = None  # megatron-core 0.16 misses the name
     gpt_provider.transformer_engine_layer_spec = layer_spec
     gpt_layer_specs.get_gpt_decoder_block_spec = block_spec

@@ -63,6 +63,8 @@ _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
+_OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
+"""Layers with norms of queries and keys over all heads, beside experts."""
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
@@ -74,10 +76,13 @@ def describes(model: ModelShape) -> bool:
     return model.dsa is None and not model.xielu and model.mamba is None
 
 
-def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
-    """Write Bridge's `run_config.yaml` for the model of these arguments."""
+def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:
+    """Write Bridge's `run_config.yaml` for a model, of which these arguments say most."""
     saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
-    config = {"model": to_provider(args), "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
+    provider = to_provider(args)
+    if model.moe and model.qk_layernorm_over_heads and model.num_query_groups == model.num_attention_heads:
+        provider["transformer_layer_spec"] = _call(_OVER_HEADS)
+    config = {"model": provider, "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
     (directory / BRIDGE).write_text(yaml.safe_dump(config, sort_keys=True))
 
 
