@@ -202,11 +202,11 @@ def test_biases_that_megatrons_one_switch_would_give_to_experts_are_refused(tmp_
         make_plan(reader, "megatron")
 
 
-def test_an_unsupported_family_is_refused_with_the_list_and_what_adding_one_takes(tmp_path: Path) -> None:
+def test_an_unsupported_family_is_refused_with_what_adding_one_takes(tmp_path: Path) -> None:
     pico.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    with pytest.raises(UnknownArchitecture, match="`mamba`.* A table is one file.*deepseek_v2, .*qwen3_moe"):
+    with pytest.raises(UnknownArchitecture, match="`mamba`.* A table is one file"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 
