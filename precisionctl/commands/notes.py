@@ -255,6 +255,8 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
         yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
+    if isinstance(reader, HuggingFaceReader) and (transposed := reader.transposed):
+        yield f"{len(transposed.specs)} weights were {transposed.words}. There is no way back to those codes."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
