@@ -166,7 +166,7 @@ def test_torch_dist_has_the_parts_of_a_delta_net_as_megatron_core_stores_them(tm
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, linear_num_key_heads=1, linear_key_head_dim=15)
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, linear_num_key_heads=1)
     with pytest.raises(ShapeMismatch, match=r"self_attention.in_proj.weight.*cannot be cut into 2"):
         plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
 

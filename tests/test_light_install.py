@@ -9,6 +9,8 @@ import pytest
 import torch
 from command_line import run
 
+from precisionctl import reports
+
 EXTRAS = ("transformers", "tokenizers", "jinja2", "matplotlib", "pyarrow", "tensorboard", "wandb", "lm_eval")
 
 CONVERTING = f"""
@@ -54,9 +56,8 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "precisionctl.reports.plot", raising=False)
+    monkeypatch.delattr(reports, "plot", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     failed = run(*line)
     extra = "plots" if package == "matplotlib" else "train"

@@ -289,6 +289,38 @@ def test_megatron_fsdps_checkpoint_is_read(tmp_path):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_megatron_fsdps_run_goes_on_with_masters_and_moments_to_the_last_bit(tmp_path: Path) -> None:
+    model, optimizer = trained("qwen3")
+    run(config_of(model, save(tmp_path / "run", states(model, optimizer))), tmp_path / "whole", "megatron")
+    whole: Any = open_checkpoint(tmp_path / "whole")
+    state: dict[str, Any] = {"args": argparse.Namespace(**whole.args), "iteration": 2}
+    for name in whole.specs:
+        of = "optimizer.state.module.module.module."
+        keys = {
+            "": fsdp_name(name),
+            **{f"optimizer.state.{kind}.": f"{of}{name}" for kind in ("exp_avg", "exp_avg_sq")},
+        }
+        ends = ("_w", "_v") if "fc1.weight" in name else ("",)
+        for prefix, key in keys.items():
+            parts = read_tensor(WithOptimizer(whole), prefix + name).chunk(len(ends))
+            kind = prefix.removeprefix("optimizer.state")[:-1]
+            state |= {f"{key}{end}{kind}": part.contiguous() for end, part in zip(ends, parts, strict=True)}
+        settings = {"wd_mult": 1.0, "weight_decay": 0.1, "lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "step": 2}
+        state |= {
+            f"optimizer.param_to_group_meta.module.module.module.{name}.{key}": one for key, one in settings.items()
+        }
+    save(tmp_path / "fsdp" / "iter_0000002", state)
+    run(tmp_path / "fsdp" / "iter_0000002", tmp_path / "megatron", "megatron", "bf16")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    assert (back.trainer_run.updates, back.trainer_run.settings["betas"]) == (2, (0.9, 0.95))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read_tensor(back, name), parameter), name
+        moment = read_tensor(WithOptimizer(back), f"optimizer.state.exp_avg.{name}")
+        assert torch.equal(moment, optimizer.state[parameter]["exp_avg"]), name
+
+
 @pytest.mark.parametrize("prefix", ["module.", "model.", "model.module."])
 def test_names_with_a_prefix_are_the_names(tmp_path, prefix):
     write(tmp_path, values(specs()))

@@ -120,6 +120,10 @@ def parameters_by_number(
         except CheckpointError as error:
             refused = refused or error
             continue
+        if unnamed := shapes.keys() - named.keys():
+            what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
+            refused = refused or CheckpointError(what, where=where, do=DROP)
+            continue
         found = {number: held[named[number]] for number in shapes}
         other = [number for number, shape in shapes.items() if not _holds(shape, [specs[n] for n in found[number]])]
         if not other:

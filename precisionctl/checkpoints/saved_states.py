@@ -92,7 +92,8 @@ class SavedStatesReader(TrainerDirectory):
 
     @property
     def iteration(self) -> int | None:
-        return self._saved.iteration
+        """The step that the checkpoint names, else Adam's count; None for weights alone."""
+        return self._saved.updates if self._saved.iteration is None else self._saved.iteration
 
     @property
     def files(self) -> Sequence[Path]:

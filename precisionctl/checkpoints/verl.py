@@ -80,28 +80,33 @@ def _read(directory: Path) -> SavedStates:
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     weights = {name: _joined([(path, state[name]) for path, state in copy], name) for name in first}
     optimizers = _rank_files(directory, "optim")
-    step = _STEP.fullmatch(directory.absolute().parent.name)
-    files, iteration = [*models, *optimizers], int(step[1]) if step else None
     if len(optimizers) not in (0, len(models)):
         what = f"the optimizer of {len(optimizers)} ranks, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
-    saved = SavedStates(weights, files, iteration, left=("the scheduler's counts",))
-    if not optimizers:
-        return saved
-    contents = [(path, skeleton(path)) for path in optimizers[: len(copy)]]
+    step = _STEP.fullmatch(directory.absolute().parent.name)
+    files, left = [*models, *optimizers], ("the scheduler's counts",)
+    saved = SavedStates(weights, files, int(step[1]) if step else None, left=left)
+    parameters = {name: weights[name].spec for name in _parameters(first)}
+    return _with_optimizer(saved, optimizers[: len(copy)], parameters) if optimizers else saved
+
+
+def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mapping[str, TensorSpec]) -> SavedStates:
+    """With what the ranks of one copy have of AdamW's state, or what else it is in words."""
+    contents = [(path, skeleton(path)) for path in files]
     if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
         return replace(saved, unread="it is not under numbers, as torch.optim's is")
     groups = [dict(group) for group in contents[0][1]["param_groups"]]
-    states_of = [(path, one["state"]) for path, one in contents]
-    kinds = dict.fromkeys(kind for _, one in states_of for state in one.values() for kind in state)
+    states = [(path, one["state"]) for path, one in contents]
+    kinds = dict.fromkeys(kind for _, one in states for state in one.values() for kind in state)
     if others := [kind for kind in kinds if kind not in ("step", *MOMENTS)]:
         return replace(saved, unread=f"{shown(others)}, which AdamW has not")
-    updates = {number(state["step"], path) for path, one in states_of for state in one.values()}
-    if len(updates) != 1:
+    updates = {number(state["step"], path) for path, one in states for state in one.values()}
+    if not updates:
+        return saved  # it has made none
+    if len(updates) > 1:
         return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
-    specs = {name: weights[name].spec for name in _parameters(first)}
     try:
-        moments = {kind: _moments(states_of, kind, groups, specs) for kind in MOMENTS}
+        moments = {kind: _moments(states, kind, groups, parameters) for kind in MOMENTS}
     except DamagedCheckpoint:
         raise
     except CheckpointError as error:  # of another order

@@ -54,6 +54,8 @@ _RENAMED = {  # argument: field
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
+_OF_GPT = ("transformer_layer_spec", "rope_scaling", "rope_scaling_factor", "mtp_num_layers")
+"""Fields that the provider of hybrid models does not have."""
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """Llama 3's rope scaling in NeMo 2 and the first versions of Bridge (llama.py, Llama31Config), beside `scale_factor`.
 Megatron has these numbers as constants."""
@@ -71,9 +73,8 @@ _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, for
-    xIELU, or for mixers."""
-    return model.dsa is None and not model.xielu and model.mamba is None
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
+    return model.dsa is None and not model.xielu
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:
@@ -98,9 +99,13 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         fields["hetereogenous_dist_checkpoint"] = True
     elif args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
+    provider = "mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"
+    if args.get("is_hybrid_model"):
+        provider = "mamba.mamba_provider.MambaModelProvider"
+        fields = {name: value for name, value in fields.items() if name not in _OF_GPT} | {"is_hybrid_model": True}
     return {
         **fields,
-        "_target_": _PROVIDERS + ("mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"),
+        "_target_": _PROVIDERS + provider,
         "activation_func": _call(_activation(args)),
         "gated_linear_unit": bool(args.get("swiglu") or args.get("gated_linear_unit")),
         "bias_activation_fusion": bool(args.get("bias_gelu_fusion", False)),
