@@ -42,23 +42,40 @@ class FsdpDtensorReader(TorchDistReader):
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         super().__init__(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
         first = f"{STATE}exp_avg."
-        trained = [name.removeprefix(first) for name in self.optimizer_specs if name.startswith(first)]
+        trained = [name.removeprefix(first) for name in self._of_optimizer if name.startswith(first)]
         self._masters: Mapping[str, TensorSpec] = {
             f"{MASTER}{name}": self.specs[name]
             for name in trained
             if name in self.specs and self.specs[name].dtype == torch.float32
         }
-        self._steps = {name: match[1] for name in self.optimizer_specs if (match := _STEP.fullmatch(name))}
-        states = {name: spec for name, spec in self.optimizer_specs.items() if name not in self._steps}
-        self.optimizer_specs = {**self._masters, **states}
+        self._steps = {name: match[1] for name in self._of_optimizer if (match := _STEP.fullmatch(name))}
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """Raises CheckpointError where parameters had other numbers of updates."""
+        if len(self._counts) > 1:
+            what = f"its parameters had other numbers of updates: {shown(sorted(self._counts))}"
+            do = "--drop-optimizer leaves the optimizer behind."
+            raise CheckpointError(what, where=self.path, do=do)
+        states = {name: spec for name, spec in self._of_optimizer.items() if name not in self._steps}
+        return {**self._masters, **states}
+
+    @cached_property
+    def _counts(self) -> set[int]:
+        """Adam's counts, of one parameter of each kind."""
+        counts = set[int]()
+        for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
+            span = self._index.tensors[name].pieces[0].span
+            with damage(f"`{name}` is no number", span):
+                counts.add(int(torch_zip.load(span.read(), span)))
+        return counts
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return super().chunks(name.removeprefix(MASTER) if name in self._masters else name)
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """Also the optimizer's settings and count, as Megatron's other containers have them. Raises CheckpointError
-        where parameters had other numbers of updates."""
+        """Also the optimizer's settings and count, as Megatron's other containers have them."""
         groups: dict[str, dict[str, torch_zip.Span]] = {}
         for key, span in self._index.objects.items():
             if match := _SETTING.fullmatch(key):
@@ -67,16 +84,7 @@ class FsdpDtensorReader(TorchDistReader):
             return super().common
         settings = [{key: torch_zip.load(span.read(), span) for key, span in one.items()} for one in groups.values()]
         apart = {"param_groups": list({repr(one): one for one in settings}.values())}
-        counts = set[int]()
-        for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
-            span = self._index.tensors[name].pieces[0].span
-            with damage(f"`{name}` is no number", span):
-                counts.add(int(torch_zip.load(span.read(), span)))
-        if len(counts) > 1:
-            what = f"its parameters had other numbers of updates: {shown(sorted(counts))}"
-            do = "--drop-optimizer leaves the optimizer behind."
-            raise CheckpointError(what, where=self.path, do=do)
-        step = {"state": {"common_step": counts.pop()}} if counts else {}
+        step = {"state": {"common_step": min(self._counts)}} if len(self._counts) == 1 else {}
         return {**super().common, "optimizer": {"optimizer": apart | step}}
 
 

@@ -73,13 +73,15 @@ def encode_asymmetric(
 ) -> None:
     """`encode` of `values / scale + zero`; `zeros` as `decode_asymmetric` takes them."""
     filling = 2 * packed.shape[1] - values.shape[1]
-    for rows, (quotients, powers) in _bands(values, scratch, 2):
+    for rows, (quotients, *powers) in _bands(values, scratch, 2 if form == "E2M1" else 1):
         quotients.view(values[rows].shape).copy_(values[rows])
         groups = quotients.view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
         if zeros is not None:
             groups.add_(zeros[rows].unsqueeze(-1))
-        codes = _to_int4(quotients) if form == "INT4" else _to_e2m1(quotients, powers) | _signs(values[rows]).view(-1)
+        codes = _to_e2m1(quotients, *powers) if form == "E2M1" else _to_int4(quotients)
         codes = codes.view(values[rows].shape)
+        if form == "E2M1":
+            codes.bitwise_or_(_signs(values[rows]))
         packed[rows] = pack(F.pad(codes, (0, filling), value=NUMBERS[form].index(0.0)) if filling else codes)
 
 
@@ -98,7 +100,7 @@ def squared_errors(values: Tensor, form: NibbleFormat, choices: Sequence[Tensor]
     """What `encode` loses of `values` `[rows, columns]` in each group, under each of several `scales`: sums of squared
     differences, FP32 `[rows, groups]`."""
     errors = [torch.empty_like(scales) for scales in choices]
-    for rows, (numbers, quotients, nearest, powers) in _bands(values, scratch, 4):
+    for rows, (numbers, quotients, nearest, *powers) in _bands(values, scratch, 4 if form == "E2M1" else 3):
         numbers.view(values[rows].shape).copy_(values[rows])
         if form == "E2M1":
             numbers.abs_()
@@ -106,7 +108,7 @@ def squared_errors(values: Tensor, form: NibbleFormat, choices: Sequence[Tensor]
             shape = (*scales[rows].shape, -1)
             torch.div(numbers.view(shape), scales[rows].unsqueeze(-1), out=quotients.view(shape))
             if form == "E2M1":
-                _count_steps(quotients, powers, nearest).sub_(powers, alpha=_TO_HALF_ULP).clamp_(max=6)
+                _count_steps(quotients, nearest, *powers).sub_(*powers, alpha=_TO_HALF_ULP).clamp_(max=6)
             else:
                 torch.round(quotients, out=nearest).clamp_(-8, 7)
             torch.sum(quotients.sub_(nearest).square_().view(shape), -1, out=error[rows])
@@ -117,7 +119,7 @@ _EXPONENT = 0x7F800000
 _TO_HALF_ULP = 2.0**22 + 1
 
 
-def _count_steps(magnitudes: Tensor, powers: Tensor, sums: Tensor) -> Tensor:
+def _count_steps(magnitudes: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
     """Round magnitudes to those of E2M1, 8 and more for what is beyond 6: to `sums - _TO_HALF_ULP * powers`, exactly.
     Returns sums; all are FP32 of one size.
 
@@ -132,7 +134,7 @@ def _count_steps(magnitudes: Tensor, powers: Tensor, sums: Tensor) -> Tensor:
 def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
     """Codes without signs, uint8, of FP32 values; both are overwritten. Each power of two above 1 has two codes more
     below it than steps of its own; the 2 that are counted too much, and twice 127, are together 0 modulo 8."""
-    counts = _count_steps(values.abs_().clamp_(max=6), powers, values).view(torch.int32)
+    counts = _count_steps(values.abs_().clamp_(max=6), values, powers).view(torch.int32)
     return counts.add_(powers.view(torch.int32).bitwise_right_shift_(22)).to(torch.uint8).bitwise_and_(7)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -210,11 +209,6 @@ def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
         values = values.reshape(len(mask), -1).masked_fill(~mask.to(values.device)[:, None], 0)
     if not values.numel():
         return values.new_zeros(())
-    if values.is_cpu and values.dtype == torch.bfloat16 and values.is_contiguous():
-        # Numbers of one sign compare as their bits do, and NumPy finds two maxima of integers in a third of the time
-        bits = values.view(torch.int16).numpy()
-        largest = max(int(bits.max()), int(bits.view(np.uint16).max()) - 0x8000)
-        return torch.tensor(largest, dtype=torch.int16).view(torch.bfloat16)
     low, high = torch.aminmax(values)
     return torch.maximum(-low, high)
 

@@ -41,6 +41,7 @@ from precisionctl.checkpoints.megatron.towers import files_of, with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
@@ -115,7 +116,11 @@ class TorchDistReader(MegatronDirectory):
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
         text = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
         self.specs = with_towers(text, self.towers, self.path)
-        self.optimizer_specs = {name: spec for name, spec in specs.items() if of_optimizer(name)}
+        self._of_optimizer = {name: spec for name, spec in specs.items() if of_optimizer(name)}
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        return self._of_optimizer
 
     @property
     def in_buckets(self) -> bool:
@@ -188,7 +193,7 @@ class TorchDistReader(MegatronDirectory):
     @property
     def unread_optimizer(self) -> bool:
         """Whether there is an optimizer that is not read: a pickled object for each rank (`dp_zero_gather_scatter`)."""
-        return not self.optimizer_specs and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
+        return not self._of_optimizer and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
 
     def checked_object(self, key: str) -> torch_zip.Span:
         """Where an object's bytes are, to be copied; it has been loaded once by the allow-list. Raises as
