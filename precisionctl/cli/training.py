@@ -54,6 +54,13 @@ backend_option = click.option(
 @click.option("--collect-amax", is_flag=True, help="BF16 only: record the FP8 state for a later FP8 run.")
 @click.option("--time-limit", type=Duration(), help="Save and stop after this time; exit code 75, as for SIGTERM.")
 @click.option("--shadow-every", type=POSITIVE, help="Guard: compute every Nth step in BF16 too, and compare.")
+@click.option(
+    "--engine",
+    type=click.Choice(["bundled", "megatron-core"]),
+    default="bundled",
+    show_default=True,
+    help="What trains: the bundled trainer, or Megatron-Core, for more than a node.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what the run would do and how much memory it needs; start nothing.")
 @megatron_fp8_options
 def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, **what: Any) -> None:
@@ -70,6 +77,9 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
+    train = trainer.resume
+    if settings.engine == "megatron-core":
+        from precisionctl.mcore.train_in_core import resume as train
     if dry_run:
         dry = look(settings)
         console.show_lines(report.dry_run(dry) if dry.speaks else [])
@@ -85,7 +95,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
             for line in report.warnings(step):
                 view.say(line)
 
-        finished = trainer.resume(settings, on_start, on_step, view.tokenized)
+        finished = train(settings, on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)

@@ -61,14 +61,17 @@ class RunPlan:
 
 
 def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
-    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written.
+    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written. For
+    another engine than the bundled trainer, its checks are its own.
 
     Raises as `open_checkpoint` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
     recipe that does not fit the ranks or the model, PrecisionError for GEMM sizes that FP8 does not take,
     UnknownArchitecture for a model that the trainer does not compute, and EnvironmentProblem for a backend that this
     machine does not have.
     """
-    world.check(ranks, recipe)
+    bundled = settings.engine == "bundled"
+    if bundled:
+        world.check(ranks, recipe)
     run_folder.check_place(settings.folder, settings.checkpoint)
     source = open_checkpoint(settings.checkpoint)
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
@@ -76,10 +79,11 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
-    shards.check(plan.model, recipe.parallel)
-    check_graphs(recipe, plan.model, backend, ranks)
     precision = recipe.precision.of_layers(plan.model.num_layers)
-    GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
+    if bundled:
+        shards.check(plan.model, recipe.parallel)
+        check_graphs(recipe, plan.model, backend, ranks)
+        GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)

@@ -22,7 +22,8 @@ from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.recipe import Optimizer
+from precisionctl.recipe import Optimizer, Recipe
+from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Saved, read_saved
@@ -83,18 +84,22 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
     return first
 
 
+def start_of(source: Reader, skipped: Collection[StatePart], recipe: Recipe, rows: Rows | Blend) -> tuple[int, int]:
+    """The step and the position in the data that a new run starts after. Raises as `first_step`."""
+    saved = _saved(source)
+    same_data = "data" not in skipped and saved is not None and saved.identity["data"] == rows.fingerprint
+    return first_step(source, skipped, recipe.train.steps), saved.position if saved and same_data else 0
+
+
 def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
     """Load the parts that are not skipped into a new run. Everything is checked before anything is loaded.
 
     Raises CheckpointError for a part that is not there, MissingTensor and UnmappedTensor for an optimizer that does not
     fit the model, RecipeError if no step is left.
     """
-    run.step = first_step(source, skipped, run.recipe.train.steps)
+    run.step, run.position = start_of(source, skipped, run.recipe, run.rows)
     if "optimizer" not in skipped and has_optimizer(source):
         plan_optimizer(source, run)
-    saved = _saved(source)
-    if "data" not in skipped and saved and saved.identity["data"] == run.rows.fingerprint:
-        run.position = saved.position
     load_weights(source, run)
     if "optimizer" not in skipped and has_optimizer(source):
         load_optimizer(source, run)
