@@ -39,7 +39,7 @@ def on_cpu() -> Iterator[None]:
         return
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     cuda: Any = torch.cuda
     cuda.synchronize = lambda *_, **__: None
@@ -58,9 +58,15 @@ def on_cpu() -> Iterator[None]:
     tensor.type = type_on_gpu
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
     _let_adam_of_pytorch_be_loaded(DistributedOptimizer)
     with _CudaToCpu():
         yield
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Sizes that collectives take as numbers, which Megatron's own makes of a tensor on a GPU alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
