@@ -183,7 +183,7 @@ def _train(
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
-            notes = (*_notes(recipe, ranks.count), *rows.notes, *log.notes)
+            notes = (*_notes(plan, ranks.count), *rows.notes, *log.notes)
             on_start(
                 Started(
                     *(recipe, plan.out, run.step, newest is not None, plan.load, plan.skipped, plan.backend, disk),
@@ -230,10 +230,12 @@ def _start(run: CoreRun, plan: RunPlan, ranks: Ranks) -> None:
     core_checkpoint.load(run, TorchDistReader(folder).path, loading.updates(source) if with_optimizer else None)
 
 
-def _notes(recipe: Recipe, ranks: int) -> Iterator[str]:
-    sizes = recipe.parallel
+def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
+    sizes = plan.recipe.parallel
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
     yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
-    if recipe.train.async_save:
+    overrides = plan.settings.overrides
+    yield from loading.loading_notes(plan.recipe, plan.schedule, plan.source, plan.skipped, overrides)
+    if plan.recipe.train.async_save:
         yield "train.async_save: Megatron-Core's checkpoints are written while the run waits"

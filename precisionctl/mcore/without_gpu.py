@@ -76,8 +76,9 @@ def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
 
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         group, place = self.model_param_group_index_map[parameter]
-        master = self.optimizer.param_groups[group]["params"][place]
-        set_state(self, parameter, {"step": self.optimizer.state[master]["step"], **tensors})
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        state["step"] = state["step"].clone()  # Megatron gives all of them one tensor, which each would count up
+        set_state(self, parameter, {"step": state["step"], **tensors})
 
     def with_state(self: Any, *arguments: Any, **named: Any) -> Any:
         if not self.optimizer.state:

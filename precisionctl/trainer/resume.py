@@ -254,7 +254,8 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
-    yield from loading.loading_notes(run, setup.source, setup.skipped, setup.settings.overrides)
+    overrides = setup.settings.overrides
+    yield from loading.loading_notes(run.recipe, run.schedule, setup.source, setup.skipped, overrides)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if setup.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"

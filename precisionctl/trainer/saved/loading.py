@@ -107,18 +107,24 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
         load_rng(source)
 
 
-def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], overrides: Sequence[str]) -> Iterator[str]:
+def loading_notes(
+    recipe: Recipe,
+    schedule: MegatronSchedule | None,
+    source: Reader,
+    skipped: Collection[StatePart],
+    overrides: Sequence[str],
+) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     if not of_megatron(source):
         return
     foreign = _saved(source) is None
     if "optimizer" not in skipped and foreign:
-        differing = other_settings(source, run.recipe.optimizer)
+        differing = other_settings(source, recipe.optimizer)
         yield f"optimizer: masters and moments of the checkpoint, after {updates(source)} updates" + (
             f"; it had {differing}" if differing else ""
         )
-    if run.schedule:
-        yield f"learning rates: the checkpoint's ({run.schedule.words}); --skip schedule takes the recipe's"
+    if schedule:
+        yield f"learning rates: the checkpoint's ({schedule.words}); --skip schedule takes the recipe's"
     elif "schedule" not in skipped and foreign:
         why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
         yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on"
