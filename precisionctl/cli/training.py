@@ -70,16 +70,16 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
     from precisionctl import console
+    from precisionctl.mcore import train_in_core
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.measure.metrics import StepMetrics
-    from precisionctl.trainer.run_plan import dry_run as look
+    from precisionctl.trainer.run_plan import dry_run as dry_run_of
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
-    train = trainer.resume
-    if settings.engine == "megatron-core":
-        from precisionctl.mcore.train_in_core import resume as train
+    in_core = settings.engine == "megatron-core"
+    look, train = (train_in_core.dry_run, train_in_core.resume) if in_core else (dry_run_of, trainer.resume)
     if dry_run:
         dry = look(settings)
         console.show_lines(report.dry_run(dry) if dry.speaks else [])

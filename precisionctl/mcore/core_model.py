@@ -73,7 +73,7 @@ def _fp8_words(precision: Precision) -> Mapping[str, object]:
     return {**recipe_words(precision.delayed), "tp_only_amax_red": False}
 
 
-def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -> torch.nn.Module:
+def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -> Any:
     """The part of the model that this rank has: of its virtual pipeline stages the one of this number, if it has
     several."""
     from megatron.core import parallel_state

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.mcore.core_model import make_config, make_stage
+from precisionctl.mcore.core_world import CoreWorld
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
@@ -19,7 +20,6 @@ from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.optimizer.adamw import learning_rate
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.stopping import SkippedSteps
 
 
@@ -31,7 +31,7 @@ class CoreRun:
     recipe: Recipe
     model: ModelShape
     rows: Rows | Blend
-    world: World
+    world: CoreWorld
     schedule: MegatronSchedule | None
     te: bool
     dtype: torch.dtype = torch.bfloat16

@@ -4,7 +4,7 @@ Megatron-Core with tensor, pipeline, context and expert parallelism."""
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,17 +18,21 @@ from precisionctl.conversion.command import execute
 from precisionctl.conversion.ranks import Ranks
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
 from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
+from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.without_gpu import on_cpu
 from precisionctl.model_shape import ModelShape
-from precisionctl.recipe import ParallelSettings, Recipe
+from precisionctl.recipe import Recipe
+from precisionctl.trainer import run_plan
+from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import OnTokens
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import checkpoint_bytes, require_disk_space
-from precisionctl.trainer.parallel.world import World, process_group, together
+from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space
+from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
-from precisionctl.trainer.run_plan import RunPlan, plan_run
+from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
 from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, stop_signals
@@ -50,11 +54,22 @@ def resume(
     with together() as ranks, on_cpu():
         recipe = read_recipe(settings)
         check(settings, recipe, ranks.count)
-        with _core_world(ranks, recipe) as world:
+        with core_world(ranks, recipe) as world:
             plan = plan_run(settings, recipe, ranks.count)
-            check_model(plan.model, recipe, ranks.count)
+            check_model(plan.model, recipe)
             with locked(plan.out, world):
                 return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
+
+
+def dry_run(settings: Settings) -> DryRun:
+    """As `run_plan.dry_run`, for Megatron-Core. Raises as `resume`."""
+
+    def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
+        check(settings, recipe, ranks)
+        check_model(model, recipe)
+        return look_ahead_in_core(model, recipe, backend, ranks)
+
+    return run_plan.dry_run(settings, look_ahead)
 
 
 def require_core() -> None:
@@ -89,11 +104,11 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         raise RecipeError(f"only the bundled trainer has {asked[0]}", do="Leave it out, or --engine megatron-core.")
     sizes = recipe.parallel
     each = sizes.tensor * sizes.pipeline * sizes.context
-    if ranks % each or (ranks // sizes.pipeline) % sizes.expert:
+    if ranks % each or (ranks // sizes.pipeline) % (sizes.tensor * sizes.expert):
         raise RecipeError(
             f"{ranks} ranks cannot be divided into tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
             f"context {sizes.context}, with experts on {sizes.expert}",
-            do="Choose sizes whose product divides the ranks, and an expert size that divides those of a stage.",
+            do="tensor x pipeline x context must divide the ranks, and tensor x expert those of a pipeline stage.",
         )
     if recipe.train.batch_size % (ranks // each * recipe.train.micro_batch_size):
         raise RecipeError(
@@ -103,7 +118,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         )
 
 
-def check_model(model: ModelShape, recipe: Recipe, ranks: int) -> None:
+def check_model(model: ModelShape, recipe: Recipe) -> None:
     """Raise UnknownArchitecture for a model that Megatron-Core computes otherwise, RecipeError for one that does not
     divide by the parallel sizes."""
     if other := otherwise_in_megatron(model):
@@ -111,7 +126,7 @@ def check_model(model: ModelShape, recipe: Recipe, ranks: int) -> None:
             f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(other)}",
             do="Leave --engine out: the bundled trainer computes it as it is.",
         )
-    sizes: ParallelSettings = recipe.parallel
+    sizes = recipe.parallel
     divided = {
         "layers": (model.num_layers, sizes.pipeline * sizes.virtual),
         "attention heads": (model.num_attention_heads, sizes.tensor),
@@ -121,40 +136,6 @@ def check_model(model: ModelShape, recipe: Recipe, ranks: int) -> None:
     for what, (number, ways) in divided.items():
         if number % ways:
             raise RecipeError(f"{number} {what} cannot be divided into {ways}", do="Choose other [parallel] sizes.")
-
-
-class CoreWorld(World):
-    """All ranks, in Megatron's groups. Those of one `data_rank` have the same rows."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        from megatron.core import parallel_state
-
-        super().__init__(ranks)
-        self.data_rank = parallel_state.get_data_parallel_rank()
-        self.data_count = parallel_state.get_data_parallel_world_size()
-        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-
-
-@contextmanager
-def _core_world(ranks: Ranks, recipe: Recipe) -> Iterator[CoreWorld]:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    sizes = recipe.parallel
-    with process_group(ranks) as device:
-        parallel_state.initialize_model_parallel(
-            sizes.tensor,
-            sizes.pipeline,
-            virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
-            context_parallel_size=sizes.context,
-            expert_model_parallel_size=sizes.expert,
-        )
-        try:
-            if device == "cuda":
-                model_parallel_cuda_manual_seed(recipe.train.seed)
-            yield CoreWorld(ranks)
-        finally:
-            parallel_state.destroy_model_parallel()
 
 
 def _train(
@@ -219,15 +200,15 @@ def _start(run: CoreRun, plan: RunPlan, ranks: Ranks) -> None:
     """Load the source, which is first converted into the run's folder, as Megatron-Core reads one container alone, and
     each of its optimizers its own layout of it."""
     source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
-    with_optimizer = "optimizer" not in skipped and loading.has_optimizer(source)
+    updates = loading.updates(source) if "optimizer" not in skipped and loading.has_optimizer(source) else None
     if not folder.exists():
-        made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=not with_optimizer)
+        made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
         if plan.recipe.precision.fp8:
             made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
         execute(plan_command(made), ranks=ranks)
     run.step, run.position = loading.start_of(source, skipped, run.recipe, run.rows)
     run.world.barrier()
-    core_checkpoint.load(run, TorchDistReader(folder).path, loading.updates(source) if with_optimizer else None)
+    core_checkpoint.load(run, TorchDistReader(folder).path, updates)
 
 
 def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:

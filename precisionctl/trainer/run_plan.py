@@ -1,7 +1,7 @@
 """A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
 begins with it, and `--dry-run` ends here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,10 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
         raise RecipeError(f"train.graphs asks for CUDA graphs of the layers, but {reasons[0]}", do="Leave it out.")
 
 
+LookAhead = Callable[[ModelShape, Recipe, BackendName, int], Preflight]
+"""What a run of a recipe takes on so many ranks."""
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
@@ -126,8 +130,9 @@ class DryRun:
     speaks: bool
 
 
-def dry_run(settings: Settings) -> DryRun:
-    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
+def dry_run(settings: Settings, look_ahead: LookAhead = look_ahead) -> DryRun:
+    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read. What it
+    takes is told by `look_ahead`.
 
     Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors.
     """

@@ -199,7 +199,7 @@ def process_group(ranks: Ranks) -> Iterator[str]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")))
     dist.init_process_group(
         {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device],
-        store=ranks.store or dist.HashStore(),
+        store=ranks.store or dist.HashStore(),  # type: ignore[attr-defined]  # public, and not in the stubs
         rank=ranks.rank,
         world_size=ranks.count,
     )
