@@ -48,6 +48,9 @@ def make_config(model: ModelShape, recipe: Recipe, *, te: bool, dtype: torch.dty
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
         "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
+        # else two stages could not tell what they send one another forward and backward (arguments.py: validate_args)
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
         "context_parallel_size": sizes.context,
         "expert_model_parallel_size": sizes.expert,
         "sequence_parallel": sizes.sequence,

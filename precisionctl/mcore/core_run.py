@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precisionctl.errors import RecipeError
 from precisionctl.mcore.core_model import make_config, make_stage
 from precisionctl.mcore.core_world import CoreWorld
 from precisionctl.model_shape import ModelShape
@@ -59,6 +60,7 @@ class CoreRun:
         made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
         grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.stages = [DistributedDataParallel(config, grads, stage) for stage in made]
+        _check_buckets(self.stages)
         rates = self.schedule or recipe
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -150,6 +152,19 @@ class CoreRun:
         each = float(flops) * self.world.data_count / self.world.count
         peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
         return PendingStepCost(each, peak, gpu_bytes if cuda else None, most)
+
+
+def _check_buckets(stages: Sequence[Any]) -> None:
+    """Raise RecipeError where Megatron would save an optimizer that is not the one in memory: storing it by parameter
+    (distrib_optimizer.py: get_parameter_state_dp_zero and sharded_param_state_fully_reshardable, read in 0.16.1), it
+    joins buckets without their padding, and looks parameters up with it. A tied embedding that pipeline stages share is
+    such a bucket of its own; in real sizes none is padded."""
+    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
+    if any(bucket.numel_unpadded != bucket.grad_data.numel() for buffer in buffers for bucket in buffer.buckets[:-1]):
+        raise RecipeError(
+            "megatron-core would save the optimizer of a tied embedding wrongly, as its buckets are padded here",
+            do="Leave parallel.pipeline out, or choose sizes for which the ranks that share data divide 128.",
+        )
 
 
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:

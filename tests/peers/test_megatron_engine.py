@@ -19,7 +19,7 @@ from training import make_source, make_text
 STEPS, FROM, KILLED, BACK = 60, 10, 34, 40
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "dense": ("llama-3", {"rope_parameters": LLAMA_3_1}, {"tensor": 2, "pipeline": 2}),
-    "biases": ("qwen2", {}, {"tensor": 2, "pipeline": 2}),
+    "biases": ("qwen2", {"tie_word_embeddings": False}, {"tensor": 2, "pipeline": 2}),
     "interleaved": ("mistral", {"num_hidden_layers": 4}, {"pipeline": 2, "virtual": 2}),
     "experts": ("qwen3-moe", {"mlp_only_layers": []}, {"expert": 2}),
 }
@@ -105,3 +105,14 @@ def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tm
     print(f"{case}: {expected[FROM]:.4f} to {expected[STEPS]:.4f}; differ by at most {differences}")
     assert max(differences) < ROUNDING
     assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
+
+
+def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path) -> None:
+    """The masters of a tied embedding that it saved at these sizes were none of the weights."""
+    make_source(tmp_path / "source", family="qwen2")
+    make_text(tmp_path / "text.txt")
+    options, ranks = by_core({"pipeline": 2})
+    started = start(tmp_path, "core", *options, ranks=ranks)
+    said, _ = started.communicate(timeout=300)
+    assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
+    assert not list((tmp_path / "core").glob("iter_*"))
