@@ -2,19 +2,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint bench gpu peers soak clean
+.PHONY: demo test lint docs bench gpu peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
 	$(BIN)/precisionctl demo --out demo-run
 
-test: lint  ## what CI runs; a thread each, for there is a process to each core
+test: lint docs  ## what CI runs; a thread each, for there is a process to each core
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)  ## the pages as a site, in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(READY)  ## prints numbers, asserts none
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
@@ -36,7 +39,7 @@ soak: $(READY)  ## what is marked so, many kills, big files and fuzzing (FUZZ_SE
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 clean:  ## everything that git ignores
-	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run
+	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run site
 	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
-from precisionctl.commands.request import TE, Request
+from precisionctl.commands.request import Request, StrPath
 from precisionctl.commands.source import open_hinted
+from precisionctl.commands.target_rules import check_target as check_reader
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
 from precisionctl.engines.rule import Finding
@@ -34,10 +35,10 @@ from precisionctl.param import Layout, TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import Readiness
+from precisionctl.recording.record import record, recorded_provider, recorder_callback
+from precisionctl.recording.run_recorder import RunRecorder
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.compare import Comparison, compare
-from precisionctl.verify.engine_rules import check
-from precisionctl.verify.te_rules import check_te
 
 __all__ = [
     "Calibrated",
@@ -50,14 +51,19 @@ __all__ = [
     "PrecisionctlError",
     "Readiness",
     "Request",
+    "RunRecorder",
     "calibrate",
     "check_target",
     "convert",
+    "download",
     "evaluate",
     "inspect",
     "open_checkpoint",
     "plan",
     "readiness",
+    "record",
+    "recorded_provider",
+    "recorder_callback",
     "verify",
 ]
 
@@ -105,46 +111,46 @@ def convert(
 
 
 def verify(
-    a: Path,
-    b: Path,
+    a: StrPath,
+    b: StrPath,
     *,
     fp8: bool = False,
-    fp8_state: Path | None = None,
+    fp8_state: StrPath | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor, whatever their formats; `.equal` is the verdict. With `fp8` codes are
     compared one by one, and state on one side only is a difference; `fp8_state` is a file of `calibrate` that fixed
     scales are held against. Raises CheckpointError, and MappingError for one that does not fit its own architecture."""
-    state = sidecar.read(fp8_state) if fp8_state else None
-    return compare(open_reader(a), open_reader(b), fp8=fp8, state=state, on_bytes=on_bytes)
+    state = sidecar.read(Path(fp8_state)) if fp8_state else None
+    return compare(open_reader(Path(a)), open_reader(Path(b)), fp8=fp8, state=state, on_bytes=on_bytes)
 
 
-def check_target(path: Path, target: str, ranks: int = 1) -> list[Finding]:
+def check_target(path: StrPath, target: str, ranks: int = 1) -> list[Finding]:
     """The rules of an engine (or of `te`) that an exported directory breaks, served on `ranks` GPUs; those whose
     `rule.fatal` is true keep it from being loaded, or from being read rightly. Raises RecipeError for an unknown
-    target, UnknownFormat for what is no Hugging Face directory."""
-    reader = open_reader(path)
-    return check_te(reader) if target == TE else check(reader, engine_named(target), ranks)
+    target, or `te` on several GPUs, and UnknownFormat for what is no Hugging Face directory."""
+    return [*check_reader(open_reader(Path(path)), target, ranks).findings]
 
 
-def inspect(path: Path, iteration: int | None = None) -> Mapping[str, Any]:
+def inspect(path: StrPath, iteration: int | None = None) -> Mapping[str, Any]:
     """What a checkpoint is, as `inspect --json` prints it, without reading tensor data. Raises CheckpointError."""
-    return describe(open_reader(path, iteration))
+    return describe(open_reader(Path(path), iteration))
 
 
 def readiness(
-    path: Path, *, fp8_state: Path | None = None, workers: int = 2, iteration: int | None = None
+    path: StrPath, *, fp8_state: StrPath | None = None, workers: int = 2, iteration: int | None = None
 ) -> Readiness:
     """Whether FP8 training is safe from a checkpoint, by layer, role and scaling, as `inspect --fp8` judges it. Reads
     all weights. Raises CheckpointError, and MissingFp8State for a state file of another model."""
-    return assess(open_reader(path, iteration), fp8_state, lambda total: nullcontext(lambda count: None), workers)
+    state = Path(fp8_state) if fp8_state else None
+    return assess(open_reader(Path(path), iteration), state, lambda total: nullcontext(lambda count: None), workers)
 
 
 def evaluate(
-    path: Path,
-    data: Path,
+    path: StrPath,
+    data: StrPath,
     *,
-    against: Path | None = None,
+    against: StrPath | None = None,
     sequence_length: int = 1024,
     device: torch.device | str | None = None,
     iteration: int | None = None,
@@ -152,9 +158,17 @@ def evaluate(
     """Perplexity on text (whatever `resume` takes as data), in the precision that a checkpoint is stored in; beside
     that of a BF16 reference, with the KL divergence in nats. Without `device`, on a GPU if there is one. Raises
     DataError for text or a tokenizer that cannot be used."""
-    reference = open_reader(against) if against else None
-    reader = open_reader(path, iteration)
-    return evaluate_reader(reader, data, against=reference, sequence_length=sequence_length, device=device)
+    reference = open_reader(Path(against)) if against else None
+    reader = open_reader(Path(path), iteration)
+    return evaluate_reader(reader, Path(data), against=reference, sequence_length=sequence_length, device=device)
+
+
+def download(name: str) -> Path:
+    """The directory of a checkpoint on the Hugging Face Hub, `org/name` or `org/name@revision`: in the cache of its
+    client, which downloads what is not there. A path that exists is itself. Raises UnknownFormat for what is neither,
+    and as `HubName.download`."""
+    found = HubName.read(name)
+    return Path(name) if found is None else found.download(progress=False)
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -219,14 +233,15 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def open_checkpoint(
-    path: Path,
+    path: StrPath,
     iteration: int | None = None,
     *,
     architecture: str | None = None,
-    reference: Path | None = None,
+    reference: StrPath | None = None,
     grouped_columns: ColumnOrder | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format that is read, without reading tensor data. `architecture`, `reference` and
     `grouped_columns` are those of a Request. Raises UnknownFormat, DamagedCheckpoint, and RecipeError for hints that
     contradict the checkpoint."""
-    return Checkpoint(open_hinted(path, iteration, architecture, reference, grouped_columns))
+    same_model = Path(reference) if reference else None
+    return Checkpoint(open_hinted(Path(path), iteration, architecture, same_model, grouped_columns))

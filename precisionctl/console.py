@@ -38,6 +38,16 @@ _out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # f
 _err = Console(stderr=True, highlight=False)
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Print nothing inside."""
+    _out.quiet = _err.quiet = True
+    try:
+        yield
+    finally:
+        _out.quiet = _err.quiet = False
+
+
 def show_tables(tables: Sequence[Table]) -> None:
     """Print a report's tables on stdout."""
     for table in tables:
@@ -69,7 +79,7 @@ def show_error(error: PrecisionctlError) -> None:
     search for it, an unbroken `error[kind]: what (where). do`."""
     kind = type(error).__name__
     if not _err.is_terminal:
-        _err.print(f"error[{kind}]: {error}", soft_wrap=True, markup=False)
+        _err.print(f"error[{kind}]: {' '.join(str(error).splitlines())}", soft_wrap=True, markup=False)
         return
     lines = [Text(error.what), Text(error.where, style="dim"), Text(error.do, style="bold")]
     body = Text("\n").join(line for line in lines if line)

@@ -27,7 +27,8 @@ class MoE:
     ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
     chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
     alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
-    give is multiplied by the sigmoid of one more projection of the token.
+    give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
+    multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
     """
 
     num_experts: int
@@ -44,6 +45,7 @@ class MoE:
     group_topk: int | None = None
     group_scores: int | None = None
     shared_expert_gate: bool = False
+    probs_on_input: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -180,6 +182,54 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
+    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
+    which a state of `state_dim` channels is written (B) and read (C)."""
+
+    pattern: str
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
+        for name, size in vars(self).items():
+            if name != "pattern":
+                check_size(size, f"mamba_{name}")
+        if self.num_heads % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
+        check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of in_proj: gate (z), x, B, C, dt."""
+        state = self.num_groups * self.state_dim
+        return (self.inner_size, self.inner_size, state, state, self.num_heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B, C."""
+        return self.in_proj_parts[1:4]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
 class DSA:
     """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
     (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
@@ -214,12 +264,16 @@ class ModelShape:
     and `hf_zero_centered_gamma` say whether norms store their factor less one, in Megatron and in Hugging Face.
 
     `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there
-    is one). `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's
+    is one). In those layers an `attention_chunk_size` cuts a text into chunks of so many tokens, and a query sees keys
+    of its own. `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's
     mapping, with `rope_type`. `rope_layers` has an entry for each layer: whether it has rotary embeddings (None: all
     have). `rotary_interleaved` ones turn neighbouring channels, others those of two halves. `query_pre_attn_scalar` to
-    the power -1/2 scales attention's logits (None: the size of a head does). `qk_layernorm` is a norm of each head's
-    query and key, and with `qk_layernorm_over_heads` one of all heads together. With `attention_output_gate` what heads
-    give is multiplied by the sigmoid of as many channels, which the query projection makes too.
+    the power -1/2 scales attention's logits (None: the size of a head does). `query_scaling_beta` multiplies queries by
+    `1 + beta * log(1 + floor(position / original context))`; with a `query_scaling_floor` in the context's place it is
+    for layers without rotary embeddings alone, and positions count from 1. `qk_layernorm` is a norm of each head's
+    query and key, and with `qk_layernorm_over_heads` one of all heads together; `qk_l2_norm` is one without weights, in
+    layers with rotary embeddings. With `attention_output_gate` what heads give is multiplied by the sigmoid of as many
+    channels, which the query projection makes too.
 
     `pre_layernorms` are norms of what attention and MLP read, `post_layernorms` of what they give, before it is
     multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
@@ -255,14 +309,17 @@ class ModelShape:
     rotary_interleaved: bool = False
     rope_scaling: Mapping[str, Any] | None = None
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     window_layers: tuple[bool, ...] | None = None
     rope_layers: tuple[bool, ...] | None = None
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
     attention_output_gate: bool = False
     qk_layernorm_after_rope: bool = False
+    qk_l2_norm: bool = False
     query_pre_attn_scalar: float | None = None
     query_scaling_beta: float | None = None
+    query_scaling_floor: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False
@@ -285,6 +342,7 @@ class ModelShape:
     dsa: DSA | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
+    mamba: Mamba2 | None = None
     mtp_num_layers: int = 0
     wrapper: Wrapper | None = None
 
@@ -292,7 +350,8 @@ class ModelShape:
         """Sizes come from files of strangers, and loops run over them."""
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
-        for field in _SIZES if self.sliding_window is None else (*_SIZES, "sliding_window"):
+        possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor")
+        for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
         if self.mtp_num_layers != 0:
@@ -307,8 +366,10 @@ class ModelShape:
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
         freq = self.moe.layer_freq if self.moe else None
-        by_layer = {"window_layers": self.window_layers, "rope_layers": self.rope_layers, "moe_layer_freq": freq}
+        by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
+        by_layer["moe_layer_freq"] = freq
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
+        by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
@@ -438,6 +499,12 @@ class ModelShape:
     def xielu(self) -> bool:
         return self.activation == "xielu"
 
+    def in_window(self, layer: int) -> bool:
+        """Whether a layer's attention is in a sliding window or in chunks."""
+        if self.sliding_window is None and self.attention_chunk_size is None:
+            return False
+        return self.window_layers is None or self.window_layers[layer]
+
     def has_indexer(self, layer: int) -> bool:
         return self.dsa is not None and self.dsa.layers[layer]
 
@@ -470,18 +537,23 @@ class ModelShape:
             used |= {f"mla.{name}": value for name, value in vars(self.mla).items()}
         elif self.query_pre_attn_scalar == self.kv_channels:
             used["query_pre_attn_scalar"] = None
-        windows = () if self.sliding_window is None else self.window_layers or (True,)
+        windows = tuple(map(self.in_window, range(self.num_layers)))
         if not any(windows):
-            used |= dict.fromkeys(("sliding_window", "window_layers", "rotary_base_local"))
+            used |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
         elif all(windows):
             used["window_layers"] = None
         if not (self.pre_layernorms and self.parallel_residual):
             used["shared_layernorm"] = None
+        if self.query_scaling_beta is None:
+            used["query_scaling_floor"] = None
         if not self.qk_layernorm:
             used |= dict.fromkeys(("qk_layernorm_over_heads", "qk_layernorm_after_rope"))
         if self.dsa:
             used["dsa"] = "some"
             used |= {f"dsa.{name}": value for name, value in vars(self.dsa).items()}
+        if self.mamba:
+            used["mamba"] = "some"
+            used |= {f"mamba.{name}": value for name, value in vars(self.mamba).items()}
         if all(self.rope_layers or ()):
             used["rope_layers"] = None
         if not self.gated_linear_unit:

@@ -281,8 +281,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "rope_parameters": LLAMA3_ROPE,
+    },
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
+
+NOT_TRAINED: dict[str, dict[str, Any]] = {
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-M*",
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 4,
+        "ssm_state_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+}
+"""Families that convert and export, and that the trainer refuses; as FAMILIES."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
@@ -296,7 +325,7 @@ def shape(family: str) -> ModelShape:
 
 def settings(family: str) -> dict[str, Any]:
     """Of its config."""
-    return {"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]
+    return {"model_type": "llama"} | SIZES | NO_TOKENS | (FAMILIES | NOT_TRAINED)[family]
 
 
 def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:

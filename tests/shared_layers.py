@@ -33,6 +33,7 @@ from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World, _meshes, together
@@ -60,6 +61,8 @@ CASES = [
     *((how, family) for how in SIZES if "experts" in how for family in ("mixtral", "gpt-oss", "deepseek-v3")),
 ]
 ROWS, LENGTH = 4, 16
+BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)
+"""The losses of routers that do not depend on which ranks have which rows."""
 
 
 def source_of(family: str) -> InMemory:
@@ -81,7 +84,8 @@ def passed(
 ) -> tuple[float, float, GPT, MasterAdamW]:
     """Loss and norm of the gradients, which are collected."""
     recompute = family == "qwen3"
-    model = GPT(source.model, PRESETS["bf16"], backend, dtype=torch.float32, world=world, recompute=recompute)
+    full = torch.float32
+    model = GPT(source.model, PRESETS["bf16"], backend, full, world=world, recompute=recompute, balance=BALANCE)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
     plan = make_plan(source, "megatron")
     convert.run(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))

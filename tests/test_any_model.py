@@ -12,6 +12,7 @@ import torch
 from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from precisionctl.architectures.families import read_model
 from precisionctl.architectures.read_off import may_be_asked_for, rows, why_not_gemms
@@ -21,6 +22,7 @@ from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
+from precisionctl.engines import names_in_memory
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -222,7 +224,9 @@ def test_patterns_take_in_and_leave_out_with_all_that_is_fused(tmp_path: Path, w
     assert plain - codes(recipe=kept) == {f"{stem}{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no weight of a linear is called 'q_proj'"):
         codes(exclude=("q_proj",))
-    with pytest.raises(RecipeError, match="'.*embed_tokens' fits no weight that could be FP8.*: an embedding"):
+    with pytest.raises(
+        RecipeError, match="'.*embed_tokens' names `.*embed_tokens.*never becomes codes: it is an embedding"
+    ):
         codes(include=("*.embed_tokens",))
 
 
@@ -387,6 +391,27 @@ def test_modules_that_transformers_renames_in_memory_stay_in_bf16_there(tmp_path
     loaded = any_models.load_whole(type(model), tmp_path / "out")
     ours, theirs = (any_models.logits(each).flatten() for each in (loaded, model))
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
+
+
+def test_names_in_memory_are_looked_up_once_for_all_parts_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = []
+    through = names_in_memory._through
+    monkeypatch.setattr(names_in_memory, "_through", lambda *args: lookups.append(args) or through(*args))
+    modules = ["backbone.layers.0.mixer.in_proj", "language_model.model.layers.0.block_sparse_moe.gate"]
+
+    def looked_up(parts: int) -> int:
+        config = {f"part{number}_config": {"model_type": "mixtral"} for number in range(parts)}
+        lookups.clear()
+        names_in_memory.possible({"model_type": "mistral3", **config}, modules)
+        return len(lookups)
+
+    assert looked_up(1000) == looked_up(1) > 0
+
+
+def test_a_config_of_more_kinds_of_models_than_any_has_is_damage() -> None:
+    kinds = {f"{number}_config": {"model_type": kind} for number, kind in enumerate(MODEL_MAPPING_NAMES)}
+    with pytest.raises(DamagedCheckpoint, match="kinds of models in one"):
+        names_in_memory.possible({"model_type": "mistral3", **kinds}, ["model.layers.0.mlp.gate"])
 
 
 def test_weights_become_fp8_without_state_that_nobody_can_record(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_options_that_contradict_one_another_are_wrong_usage(tmp_path):
         ["--architecture", "llama", "--reference", str(tmp_path / "hf")],
     ):
         result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", *wrong)
-        assert result.exit_code == 2 and "Error:" in result.stderr
+        assert result.exit_code == 2 and "error[RecipeError]:" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -109,10 +109,40 @@ def test_a_file_that_is_no_text_or_not_there_is_one_clear_error(tmp_path: Path) 
         load_rows(tmp_path / "none.txt", tokenizer(), 4)
 
 
-def test_chat_rows_without_a_template_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "what", "do"),
+    [
+        (None, "no chat template, which says how", "Copy chat_template.jinja"),
+        ("{% for %}", "the chat template is no Jinja: .* line 1", "Mend chat_template.jinja"),
+        ("{{ raise_exception('roles alternate') }}", "refuses .*: roles alternate", "change the conversation, or the"),
+    ],
+)
+def test_conversations_that_a_template_does_not_take_are_refused_with_the_next_step(
+    tmp_path: Path, template: str | None, what: str, do: str
+) -> None:
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
-    with pytest.raises(DataError, match="no chat template"):
-        load_rows(path, tokenizer(), 64)
+    with pytest.raises(DataError, match=what) as refused:
+        load_rows(path, tokenizer(template), 64)
+    assert do in refused.value.do and refused.value.where == f"{path}, line 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "do"),
+    [
+        ({"tokenizer.json": None}, "the checkpoint has no tokenizer", "Copy its files"),
+        ({"tokenizer.json": b'{"a": 1'}, "tokenizer.json is no JSON", "Copy that file again"),
+        ({"tokenizer.json": None, "tokenizer.model": b"abc"}, "a package that is not installed", "save_pretrained"),
+        ({"tokenizer.json": b'{"a": 1}'}, "transformers says: 'added_tokens'", "Copy its files"),
+    ],
+)
+def test_a_tokenizer_that_does_not_load_is_refused_in_our_words_with_the_next_step(
+    changes: dict[str, bytes | None], what: str, do: str
+) -> None:
+    changed = _files(None) | changes
+    files = {name: content for name, content in changed.items() if content is not None}
+    with pytest.raises(DataError, match=what) as refused, open_tokenizer(Companions(files)) as loaded:
+        loaded.check()
+    assert do in refused.value.do and "\n" not in refused.value.what
 
 
 def test_the_fingerprint_follows_the_tokens_and_not_the_path(tmp_path: Path) -> None:
@@ -142,7 +172,7 @@ def test_a_tokenizer_comes_from_the_checkpoints_files_alone(tmp_path: Path) -> N
     loaded = tokenizer(PLAIN_TEMPLATE)
     assert loaded.encode("a e") == [4, 8] and loaded.decode([4, 8]) == "a e" and loaded.end == 0
     assert loaded.render(CONVERSATION[:1], add_generation_prompt=True) == "<user> a b ? <end> <bot> "
-    with pytest.raises(DataError, match="does not load"), open_tokenizer(Companions({})) as none:
+    with pytest.raises(DataError, match="has no tokenizer"), open_tokenizer(Companions({})) as none:
         assert none.end
 
 

@@ -148,6 +148,15 @@ def test_exports_leave_what_makes_decay_and_learning_rate_in_bf16(tmp_path: Path
         assert of_nets - coded == {*kept, "conv1d", "norm"}
 
 
+def test_norms_that_were_wide_in_megatron_alone_are_not_told_as_rounded(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")))
+    asked = Request.export(tmp_path / "m", tmp_path / "out", "vllm", "dynamic", keep_misfits=True)
+    notes = "\n".join(plan_command(asked).notes)
+    assert "3 norms are FP32 in Megatron" in notes and "exact, unless they were trained" in notes
+    assert "tensors that stay values are FP32" not in notes
+
+
 def test_a_config_of_layers_that_are_not_known_is_refused_by_name() -> None:
     config = pico.make("qwen3-5").config.to_dict()
     with pytest.raises(UnknownArchitecture, match="layers of type 'mamba'"):

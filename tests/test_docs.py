@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import precisionctl.architectures
+from precisionctl.architectures.param_map import Architecture
 from precisionctl.cli import main
 from precisionctl.commands.request import TE
 from precisionctl.discover import discover
@@ -89,7 +90,9 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
     named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
-    families = {name for each in discover(precisionctl.architectures, "ARCHITECTURE") for name in each.model_types}
+    families = {
+        name for each in discover(precisionctl.architectures, "ARCHITECTURE", Architecture) for name in each.model_types
+    }
     assert named["families (`model_type`)"] == families
     of_models = {
         f"{name}{kind}"

@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another run": ({"out": "run", "train__steps": 2, "optimizer__lr": 0.5}, r"differs in optimizer\.lr"),
     "no data": ({"data": "nowhere.txt"}, "No such file"),
     "no held-out data": ({"data__held_out": "nowhere.txt"}, "No such file"),
-    "no tokenizer": ({"source": "bare"}, "tokenizer does not load"),
+    "no tokenizer": ({"source": "bare"}, "the checkpoint has no tokenizer"),
     "model": ({"source": "unknown"}, "unheard_of"),
     "sizes": ({"source": "odd", "precision": "fp8"}, "divisible by 16"),
     "sizes of amaxes": ({"source": "odd", "collect_amax": True}, "multiples of 16"),

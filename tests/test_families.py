@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +12,20 @@ from typing import Any
 import pico
 import pytest
 import torch
+from conversions import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import InMemory, to_hf, to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.architectures.families import from_hf_config, from_megatron_args, supported, to_hf_config
+from precisionctl.architectures.families import (
+    architecture_of,
+    from_hf_config,
+    from_megatron_args,
+    supported,
+    to_hf_config,
+)
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -57,7 +65,7 @@ def test_there_is_a_model_of_every_family_and_a_line_in_the_docs() -> None:
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     (line,) = (line for line in readme.splitlines() if line.startswith("| families"))
     assert set(re.findall(r"`(\w+)`", line)) - {"model_type"} == supported().keys()
-    own = {pico.make(family).config.model_type for family in ALL}
+    own = {pico.settings(family)["model_type"] for family in (*ALL, *pico.NOT_TRAINED)}
     assert own | pico.ALSO.keys() == supported().keys() and own >= {*pico.ALSO.values()}
 
 
@@ -201,6 +209,33 @@ def test_an_unsupported_family_is_refused_with_the_list_and_what_adding_one_take
     with pytest.raises(UnknownArchitecture, match="`mamba`.* A table is one file.*deepseek_v2, .*qwen3_moe"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
+
+def test_gemma_4_is_refused_with_what_is_in_the_way() -> None:
+    with pytest.raises(UnknownArchitecture, match="`gemma4_text`: its heads have two sizes"):
+        architecture_of("gemma4_text")
+
+
+def test_llama_4_experts_one_by_one_are_those_of_one_tensor(tmp_path: Path) -> None:
+    pico.save(tmp_path / "one", "llama4", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    apart = {}
+    for name, values in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            apart[name] = values
+            continue
+        for number, each in enumerate(values):
+            parts = {"down_proj": each.T} if kind == "down_proj" else dict(zip(GATE_UP, each.T.chunk(2), strict=True))
+            apart |= {f"{module}.{number}.{linear}.weight": part.contiguous() for linear, part in parts.items()}
+    shutil.copytree(tmp_path / "one", tmp_path / "apart")
+    save_file(apart, tmp_path / "apart" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "apart", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert tensors.keys() == back.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+GATE_UP = ("gate_proj", "up_proj")
 
 FUSED = {"qwen3-moe": "mlp", "mixtral": "block_sparse_moe", "deepseek-v3": "mlp"}
 

@@ -8,13 +8,13 @@ from judges import BRIDGE, CORE, CORE_FIRST, CORE_LATER, CORE_LOADS
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.errors import UnknownArchitecture
 from precisionctl.trainer.model.computes import check
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = ("| `model_type` | names in Megatron by | Megatron-Core computes | judged by |", "|---|---|---|---|")
-FAMILIES = {
-    kind: [family for family in pico.FAMILIES if pico.shape(family).architecture == kind] for kind in supported()
-}
+ALL = pico.FAMILIES | pico.NOT_TRAINED
+FAMILIES = {kind: [family for family in ALL if pico.shape(family).architecture == kind] for kind in supported()}
 
 
 def line(model_type: str) -> str:
@@ -28,6 +28,8 @@ def line(model_type: str) -> str:
         judges.append("Megatron-Core (parameters)")
     if {*families} & BRIDGE.keys() and like is None:
         judges.append("Megatron-Bridge")
+    if {*families} & pico.NOT_TRAINED.keys():
+        judges = ["nobody: `resume` refuses it"]
     computes = f"all but {otherwise}" if otherwise else "all"
     return f"| `{model_type}` | {supported()[model_type].names_by} | {computes} | {', '.join(judges)} |"
 
@@ -43,3 +45,9 @@ def test_the_page_has_the_table_that_the_code_makes() -> None:
 @pytest.mark.parametrize("family", pico.FAMILIES)
 def test_every_family_is_one_that_the_trainer_computes(family: str) -> None:
     check(pico.shape(family))
+
+
+@pytest.mark.parametrize("family", pico.NOT_TRAINED)
+def test_a_family_that_the_page_says_is_not_trained_is_refused(family: str) -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here"):
+        check(pico.shape(family))

@@ -93,7 +93,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
-    "verl's FSDP": (files("model_world_size_2_rank_0.pt", "fsdp_config.json"), "verl", "verl.model_merger merge"),
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
@@ -141,8 +140,8 @@ def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) ->
 
 
 def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
-    files("model_world_size_2_rank_0.pt")(tmp_path / "my run")
-    with pytest.raises(UnknownFormat, match=r"--local_dir '\S*/my run'"):
+    files("consolidated.00.pth")(tmp_path / "my run")
+    with pytest.raises(UnknownFormat, match=r"--input_dir '\S*/my run'"):
         open_checkpoint(tmp_path / "my run")
 
 

@@ -80,6 +80,27 @@ def test_laying_out_again_keeps_what_is_there(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / SINGLE)["w"], torch.ones(2, 2))
 
 
+def test_large_tensors_are_written_in_short_calls_and_each_goes_on_where_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.arange(150_001, dtype=torch.int32).reshape(1, -1)
+    specs = {"x": TensorSpec((1, 150_001), torch.int32)}
+    writer = HuggingFaceWriter(tmp_path, specs, Companions(), {"model_type": "llama"})
+    writer.lay_out()
+    asked = []
+
+    def writes_less(file: int, data: memoryview, at: int) -> int:
+        asked.append(len(data))
+        return real(file, data[:100_003], at)
+
+    real = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", writes_less)
+        write_rows(writer, "x", 0, values)
+    assert max(asked) <= 128 * 1024, "more costs a virtual machine several times the kernel's time"
+    assert torch.equal(read_tensor(writer, "x"), values)
+
+
 def test_an_unknown_directory_says_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UnknownFormat, match=r"model\.safetensors"):

@@ -117,7 +117,7 @@ class DenseMask(nn.Module):
         return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(spread, 1)).flatten(1)
 
 
-@pytest.mark.parametrize("family", ["llama-3", "mistral", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama-3", "mistral", "gemma3", "deepseek-v3", "llama4"])
 def test_a_kernel_of_a_backend_is_given_what_texts_one_by_one_are(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

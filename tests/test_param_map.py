@@ -12,7 +12,7 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrange import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import DSA, MLA, GatedDeltaNet, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, GatedDeltaNet, Mamba2, ModelShape, MoE
 from precisionctl.planning.segments import lower
 
 
@@ -57,6 +57,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
         moe=MoE(draw(sizes), 1, draw(sizes), (True,) * num_layers, shared_ffn_hidden_size=draw(sizes)),
         gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
+        mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         attention_output_gate=draw(st.booleans()),
         mtp_num_layers=draw(st.integers(0, 2)),
     )

@@ -24,7 +24,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, ModelShape, MoE
+from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
@@ -97,7 +97,7 @@ READ: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("swiglu", "squared_relu", "quick_geglu", "bias_gelu_fusion"), (True, False)),
     "multi_latent_attention": (True, False),
     **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias"), (True, False)),
-    **dict.fromkeys(("moe_shared_expert_gate",), (True, False)),
+    **dict.fromkeys(("moe_shared_expert_gate", "moe_apply_probs_on_input", "qk_l2_norm"), (True, False)),
     **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights"), (True, False)),
     **dict.fromkeys(("rotary_percent", "moe_router_topk_scaling_factor", "glu_linear_offset"), (0.5,)),
     **dict.fromkeys(("activation_func_clamp_value", "softmax_scale"), (0.7,)),
@@ -211,6 +211,7 @@ INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 SCALED = dataclasses.replace(
     DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 )
+SCALED_WITHOUT_ROPE = dataclasses.replace(SCALED, query_scaling_beta=0.5, rope_layers=(True, False))
 PARALLEL = dataclasses.replace(DENSE, parallel_residual=True)
 NORMED = dataclasses.replace(DENSE, qk_layernorm=True)
 LEARNED = dataclasses.replace(DENSE, position_embedding="learned_absolute", rotary_base_local=None)
@@ -243,8 +244,10 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "sliding_window": 2,
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
             "window_layers": (False, True),
+            "attention_chunk_size": 2,
             "rope_layers": (False, True),
             "qk_layernorm": True,
+            "qk_l2_norm": True,
             "attention_output_gate": True,
             "query_pre_attn_scalar": 9.0,
             "attn_logit_softcapping": 0.1,
@@ -265,6 +268,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
             "gdn": DELTA.gdn,
+            "mamba": Mamba2("M*", 4, 4, 2, 8),
         }.items()
     ),
     (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),
@@ -274,6 +278,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (NORMED, {"qk_layernorm_over_heads": True}),
     (NORMED, {"qk_layernorm_after_rope": True}),
     (SCALED, {"query_scaling_beta": 0.5}),
+    (SCALED_WITHOUT_ROPE, {"query_scaling_floor": 2}),
     (LEARNED, {"max_position_embeddings": 64}),
     *(
         (dataclasses.replace(WIDE, rope_scaling=YARN | {"beta_fast": 1.5}), {"rope_scaling": YARN | change})
@@ -305,6 +310,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "expert_bias": False,
             "router_bias": True,
             "shared_expert_gate": True,
+            "probs_on_input": True,
         }.items()
     ),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
@@ -336,6 +342,8 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"shared_layernorm": True}),
     (DENSE, {"qk_layernorm_over_heads": True}),
     (DENSE, {"qk_layernorm_after_rope": True}),
+    (DENSE, {"query_scaling_floor": 2}),
+    (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
@@ -426,7 +434,7 @@ def test_gpt_lists_every_field_of_a_model() -> None:
 
 
 def _other_than(value: object) -> object:
-    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 0.5
+    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 3
 
 
 @pytest.mark.parametrize(

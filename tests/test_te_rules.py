@@ -128,7 +128,7 @@ def test_the_command_says_so_and_exits_by_it(exported: Path, tmp_path: Path) -> 
     (directory / sidecar.LIVE).unlink()
     broken = CliRunner().invoke(main, ["verify", str(directory), "--target", "te", "--json"])
     assert broken.exit_code == 1
-    assert json.loads(broken.stdout)[0]["rule"]["fatal"]
+    assert json.loads(broken.stdout)["findings"][0]["rule"]["fatal"]
     assert CliRunner().invoke(main, ["verify", str(exported), "--target", "te", "--tp", "2"]).exit_code == 2
 
 

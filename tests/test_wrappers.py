@@ -1,6 +1,7 @@
 """Wrappers: the text model of a model of images goes to Megatron and through training, its towers beside it."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,33 @@ def test_towers_in_several_files_need_all_of_them(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "megatron")
 
 
+def test_a_tower_that_is_missing_from_its_file_is_noticed(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "mistral3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    file = tmp_path / "megatron" / "release" / "precisionctl" / "hf" / "towers.safetensors"
+    tensors = load_file(file)
+    gone = sorted(tensors)[3]
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file)
+    with pytest.raises(
+        DamagedCheckpoint, match=f"says that `{re.escape(gone)}` is in towers.safetensors, but it is not"
+    ):
+        open_checkpoint(tmp_path / "megatron")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("mistral3", "llava"), ("llava", "mistral3"), ("qwen2_vl", "qwen2_5_vl")])
+def test_a_config_of_another_wrapper_with_the_same_names_of_text_is_refused(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    tiny_wrappers.save(tmp_path / "hf", kind, dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    for path in (tmp_path / "hf", tmp_path / "megatron" / "release" / "precisionctl" / "hf"):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": told}))
+    for path, to in ((tmp_path / "hf", "megatron"), (tmp_path / "megatron", "hf")):
+        with pytest.raises(UnknownArchitecture, match=f"they are not those of a `{told}`"):
+            run(path, tmp_path / "out", to)
+
+
 def test_inspect_says_what_is_text_and_what_is_tower(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "hf", "gemma3", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron")
@@ -207,7 +235,8 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     trained = [name for name in before.keys() - towers(before) if name.endswith("self_attn.o_proj.weight")]
     assert trained and not any(torch.equal(before[name], after[name]) for name in trained)
 
-    scheme = "block" if kind == "kimi_k25" else "dynamic"  # transformers gives its towers other names in memory
+    # transformers gives towers of Kimi K2.5 other names in memory, and takes Llama 4's experts for linears
+    scheme = "block" if kind in ("kimi_k25", "llama4") else "dynamic"
     export(tmp_path / "run", tmp_path / "codes", scheme, "transformers", keep_misfits=True)
     export(tmp_path / "run", tmp_path / "static", "static")
     assert check(open_checkpoint(tmp_path / "static"), engine_named("vllm")) == []
@@ -263,7 +292,7 @@ def test_whether_the_head_is_the_embedding_is_told_by_the_config_or_by_the_tenso
     said: dict[str, Any], head: bool, tied: bool
 ) -> None:
     config = {"model_type": "mistral3", **said, "text_config": {"model_type": "mistral"} | said.get("text_config", {})}
-    names = {"language_model.model.embed_tokens.weight", "vision_tower.ln_pre.weight"}
+    names = {"language_model.model.embed_tokens.weight", "multi_modal_projector.patch_merger.merging_layer.weight"}
     names |= {"language_model.lm_head.weight"} if head else set()
     assert read_model(config, "config.json", names).tied_embeddings == tied
 
@@ -360,6 +389,7 @@ def test_towers_that_are_not_whole_or_not_values_are_refused(tmp_path: Path) -> 
     with pytest.raises(DamagedCheckpoint, match="towers-extra.safetensors is no part of the towers"):
         run(tmp_path / "megatron", tmp_path / "out", "hf")
     (beside / "towers-extra.safetensors").unlink()
+    (beside / "towers.safetensors.index.json").unlink()  # older ones have none
     (beside / "towers.safetensors").rename(beside / "towers-00001-of-00002.safetensors")
     with pytest.raises(DamagedCheckpoint, match="1 of 2 files of weights, and no index"):
         run(tmp_path / "megatron", tmp_path / "out", "hf")

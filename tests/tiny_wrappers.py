@@ -67,6 +67,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "head_dim": 16,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+    },
     "qwen3_5": {"model_type": "qwen3_5_text", **DELTA_NET},
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe_text",
@@ -101,7 +110,8 @@ def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTr
         for name, tensor in model.named_parameters():
             if "norm" in name or "ln_" in name or name.endswith("bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    return model.to(dtype).eval()
+            tensor.data = tensor.data.to(dtype)  # and no buffers: Llama 4's tower has complex ones
+    return model.eval()
 
 
 def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any) -> PreTrainedModel:
@@ -125,7 +135,7 @@ def as_published(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     Qwen3-VL stay as in memory."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
-    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+    if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
         tensor = tensor.transpose(1, 2)
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
@@ -137,5 +147,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
-    words = ("vision_tower", "visual", "multi_modal_projector", "mm_projector", "image_newline")
+    words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}

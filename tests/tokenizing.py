@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from transformers import PreTrainedTokenizerBase
@@ -97,23 +99,26 @@ class Forked:
 
 @contextmanager
 def shared_processes(most: int = 4) -> Iterator[None]:
-    """Equal tokenizers share a process, and the last few stay; all of them are forked from one."""
-    known: OrderedDict[object, tuple[Process, int]] = OrderedDict()
-    load = Tokenizer._loaded
+    """Equal tokenizers share a process, but for those that work beside one another; the last few stay, and all of them
+    are forked from one."""
+    known: OrderedDict[Any, tuple[Process, Any]] = OrderedDict()
+    load, one_at_a_time = Tokenizer._loaded, Lock()
 
-    def loaded(self: Tokenizer) -> int:
-        key = os.getpid(), self.key  # a fork must not speak into its parent's pipe
-        if key not in known or not known[key][0].runs:
-            end = load(self)
-            assert self._process
-            known[key] = self._process, end
-        known.move_to_end(key)
-        while len(known) > most:
-            (pid, _), (process, _) = known.popitem(last=False)
-            if pid == os.getpid():
-                process.close()
-        self._process, end = known[key]
-        return end
+    def loaded(self: Tokenizer) -> Any:
+        beside = id(self) if self._one_core else None
+        key = os.getpid(), (self.key, beside)  # a fork must not speak into its parent's pipe
+        with one_at_a_time:
+            if key not in known or not known[key][0].runs:
+                of_it = load(self)
+                assert self._process
+                known[key] = self._process, of_it
+            known.move_to_end(key)
+            while len(known) > most:
+                (pid, _), (process, _) = known.popitem(last=False)
+                if pid == os.getpid():
+                    process.close()
+            self._process, of_it = known[key]
+        return of_it
 
     def close(self: Tokenizer) -> None:
         self._process = None

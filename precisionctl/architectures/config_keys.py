@@ -251,26 +251,26 @@ def sliding_window(
 def layers_in_window(config: Config, where: object, local: Callable[[Config, int], list[bool]]) -> list[bool]:
     """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
     listed = config.get("layer_types")
-    return local(config, layers(config, where)) if listed is None else _local(listed, where)
+    return local(config, layers(config, where)) if listed is None else listed_layers(listed, _WINDOWS, where)
 
 
 def layer_types(model: ModelShape) -> list[str]:
     """What each layer sees, in the words of config.json."""
     windows = model.window_layers or (model.sliding_window is not None,) * model.num_layers
-    return [_LAYER_TYPES[in_window] for in_window in windows]
+    return ["sliding_attention" if in_window else "full_attention" for in_window in windows]
 
 
-_LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
+_WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 
-def _local(listed: object, where: object) -> list[bool]:
+def listed_layers(listed: object, kinds: Mapping[str, bool], where: object) -> list[bool]:
+    """What the kinds of layers that `layer_types` lists mean."""
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
         raise DamagedCheckpoint(f"layer_types is {shown(listed)}, not a list of layers", where=where)
-    unknown = [kind for kind in listed if kind not in _LAYER_TYPES.values()]
+    unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
     if unknown:
-        known = ", ".join(_LAYER_TYPES.values())
-        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {known}.")
-    return [kind == _LAYER_TYPES[True] for kind in listed]
+        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {', '.join(kinds)}.")
+    return [kinds[kind] for kind in listed]
 
 
 def everywhere(config: Config, layers: int) -> list[bool]:

@@ -11,12 +11,13 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     layers,
+    listed_layers,
     size,
     tied,
 )
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
 
 _KINDS = {"linear_attention": True, "full_attention": False}
 
@@ -26,12 +27,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     if listed is None:  # every fourth has attention, or what `full_attention_interval` says
         every = size({"full_attention_interval": 4} | dict(config), "full_attention_interval", where)
         return {"gdn.layers": tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))}
-    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, not a list of layers", where=where)
-    unknown = [kind for kind in listed if kind not in _KINDS]
-    if unknown:
-        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {', '.join(_KINDS)}.")
-    return {"gdn.layers": tuple(_KINDS[kind] for kind in listed)}
+    return {"gdn.layers": tuple(listed_layers(listed, _KINDS, where))}
 
 
 def _write_layers(model: ModelShape) -> Config:

@@ -1,6 +1,7 @@
 """Find a model's family: by the `model_type` of a config.json, or by what Megatron's arguments describe."""
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
@@ -19,35 +20,43 @@ from precisionctl.architectures.wrappers import (
     wrapped,
     wrapper_of,
 )
-from precisionctl.discover import discover
+from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, ModelShape, MoE, UntabledModel
+from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window."""
 
+_NO_TABLE = (
+    "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
+    "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one)."
+)
+
+WITHOUT_TABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "its heads have two sizes, its last layers share the keys and values of earlier ones, and each layer has an "
+        "embedding, a factor and experts beside its MLP",
+    ),
+}
+"""Models that were looked at, and what no ModelShape says of them."""
+
 
 @cache
 def supported() -> dict[str, Architecture]:
-    """Every table, by `model_type`."""
-    tables: list[Architecture] = discover(architectures, "ARCHITECTURE")
-    return {model_type: table for table in tables for model_type in table.model_types}
+    """Every table, those of plug-ins too, by `model_type`."""
+    return discover_names(architectures, "ARCHITECTURE", Architecture, lambda table: table.model_types)
 
 
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
-        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=_known())
+        why = f": {WITHOUT_TABLE[model_type]}" if model_type in WITHOUT_TABLE else ""
+        near = difflib.get_close_matches(model_type, supported(), n=1, cutoff=0.8)
+        do = f"The nearest that is known is {near[0]}. {_NO_TABLE}" if near else _NO_TABLE
+        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`{why}", do=do)
     return supported()[model_type]
-
-
-def _known() -> str:
-    return (
-        "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
-        "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one). "
-        f"Supported: {', '.join(sorted(supported()))}."
-    )
 
 
 def table_of(model: ModelShape) -> Architecture:
@@ -103,7 +112,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     family = supported().get(text["model_type"])
     if family is None or not can_be_wrapped(family, wrapper):
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
-        raise UnknownArchitecture(what, where=where, do=_known())
+        raise UnknownArchitecture(what, where=where, do=_NO_TABLE)
     model = from_hf_config(text, where)
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
@@ -116,7 +125,7 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
-    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet)):
+    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         groups[group] = kind(**values) if values else None
@@ -158,7 +167,7 @@ def from_megatron_args(
         raise UnknownArchitecture(
             f"Megatron's arguments do not describe {family}: they fit {others}", where=where, do="Choose one of these."
         )
-    raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_known())
+    raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_NO_TABLE)
 
 
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> list[ModelShape]:

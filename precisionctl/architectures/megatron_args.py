@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, GatedDeltaNet, ModelShape, MoE, check_size, real
+from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, ModelShape, MoE, check_size, real
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -21,8 +21,8 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("qk_l2_norm", "moe_latent_size", "heterogeneous_block_specs", "is_hybrid_model"),
-    *("apply_residual_connection_post_layernorm", "moe_apply_probs_on_input", "moe_router_topk_limited_devices"),
+    *("moe_latent_size", "heterogeneous_block_specs"),
+    *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
 _SAME_NAME = (
@@ -68,6 +68,13 @@ _DSA = {  # argument, field of DSA
     "dsa_indexer_topk": "topk",
     "dsa_indexer_rope_interleaved": "rope_interleaved",
 }
+_MAMBA = {  # argument, field of Mamba2
+    "hybrid_override_pattern": "pattern",
+    "mamba_num_heads": "num_heads",
+    "mamba_head_dim": "head_dim",
+    "mamba_num_groups": "num_groups",
+    "mamba_state_dim": "state_dim",
+}
 MEGATRON_ONLY = (
     *("padded_vocab_size", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma"),
 )
@@ -91,11 +98,12 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **_dsa_args(model),
         **_moe_args(model),
         **_delta_net_args(model),
+        **_mamba_args(model),
         "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
         "layernorm_zero_centered_gamma": model.zero_centered_gamma,
-        "position_embedding_type": model.position_embedding,
+        "position_embedding_type": "none" if _rope_nowhere(model) else model.position_embedding,
         "seq_length": model.max_position_embeddings,
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
@@ -104,14 +112,28 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
         # only where there are such layers: megatron-core before 0.12 does not know the word
-        **({"no_rope_freq": [int(not each) for each in model.rope_layers]} if model.rope_layers else {}),
+        **(
+            {"no_rope_freq": [int(not each) for each in model.rope_layers]}
+            if model.rope_layers and any(model.rope_layers)
+            else {}
+        ),
         **({"softmax_type": "learnable"} if model.softmax_offset else {}),
+        **({"qk_l2_norm": True} if model.qk_l2_norm and _rope_everywhere(model.rope_layers) else {}),
         "mtp_num_layers": model.mtp_num_layers or None,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
         "untie_embeddings_and_output_weights": model.untied_embeddings,
         **_rope_args(model),
     }
+
+
+def _rope_everywhere(rope_layers: tuple[bool, ...] | None) -> bool:
+    """Where Megatron's `qk_l2_norm`, which is one for all layers, is ours."""
+    return all(rope_layers or ())
+
+
+def _rope_nowhere(model: ModelShape) -> bool:
+    return not any(model.rope_layers or (True,))
 
 
 def _activation_args(model: ModelShape) -> dict[str, Any]:
@@ -199,11 +221,13 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     factor = None if moe.topk_scaling_factor == 1 else moe.topk_scaling_factor
     return {
         **{argument: getattr(moe, field) for argument, field in _MOE.items()},
+        # Megatron-Core has it for one expert of a token, whose sigmoid it divides by nothing
+        **({"moe_apply_probs_on_input": True} if moe.probs_on_input and moe.topk == 1 else {}),
         # Megatron-Core has the bias beside sigmoids alone
         "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function == "sigmoid",
         "moe_router_topk_scaling_factor": factor,
         # 1 is Megatron's default: with a list it asks for keys by layer, even where all layers are alike
-        "moe_layer_freq": 1 if all(moe.layer_freq) else [int(each) for each in moe.layer_freq],
+        "moe_layer_freq": 1 if all(moe.layer_freq) or model.mamba else [int(each) for each in moe.layer_freq],
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "alltoall",
     }
@@ -216,6 +240,22 @@ def _delta_net_args(model: ModelShape) -> dict[str, Any]:
     args |= {argument: getattr(model.gdn, field) for argument, field in _DELTA_NET.items()}
     args["experimental_attention_variant"] = _DELTA_NET_NAMES[0]
     return args | {"linear_attention_freq": [int(each) for each in model.gdn.layers]}
+
+
+def _mamba_args(model: ModelShape) -> dict[str, Any]:
+    if model.mamba is None:
+        return {}
+    return {"is_hybrid_model": True, **{name: getattr(model.mamba, field) for name, field in _MAMBA.items()}}
+
+
+def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
+    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none."""
+    if not (args.get("is_hybrid_model") or args.get("hybrid_override_pattern")):
+        return None
+    defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
+    if defaults.get("mamba_num_heads") is None:
+        defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
+    return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
 
 
 def as_in_megatron(model: ModelShape) -> ModelShape:
@@ -260,9 +300,16 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     for name, value in (scaling or {}).items():
         if name not in ("rope_type", "truncate"):
             real(value, name)
-    known = ("rope", "learned_absolute", "yarn")  # yarn is rope, scaled
+    mamba = read_mamba(args)
+    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
     kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
+    rope_layers = _read_rope_layers(args.get("no_rope_freq"), num_layers)
+    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
+        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
+        raise UnknownArchitecture(what, where=where)
+    if kind == "none":
+        rope_layers = (False,) * num_layers
     return ModelShape(
         architecture="",
         num_layers=num_layers,
@@ -278,15 +325,16 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         norm_epsilon=epsilon,
         normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
-        position_embedding="rope" if kind == "yarn" else kind,
+        position_embedding="rope" if kind in ("yarn", "none") else kind,
         rotary_base=float(args.get("rotary_base", 10000)),
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         rotary_interleaved=bool(args.get("rotary_interleaved")),
         rope_scaling=scaling,
         sliding_window=window,
         window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
-        rope_layers=_read_rope_layers(args.get("no_rope_freq"), num_layers),
+        rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
+        qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
@@ -298,7 +346,8 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
         dsa=_read_dsa(args, num_layers),
-        moe=_read_moe(args, num_layers, biased, where),
+        moe=_read_moe(args, num_layers, biased, mamba, where),
+        mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
         **_read_activation(args),
@@ -363,12 +412,16 @@ def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | Non
     return tuple(not each for each in frequency)
 
 
-def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: object) -> MoE | None:
+def _read_moe(
+    args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba2 | None, where: object
+) -> MoE | None:
     if not args.get("num_experts"):
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
     frequency = args.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
+    if mamba:
+        freq = tuple(block == "E" for block in mamba.pattern)
+    elif isinstance(frequency, int):
         freq = tuple(layer % frequency == 0 for layer in range(num_layers))
     else:
         freq = tuple(bool(each) for each in frequency)
@@ -385,6 +438,7 @@ def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: obj
     found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
     found["expert_bias"] = bool(found.get("expert_bias"))
     found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
+    found["probs_on_input"] = bool(args.get("moe_apply_probs_on_input"))
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
 

@@ -41,6 +41,9 @@ class Condition:
 
 ALWAYS = Condition()
 
+_BLOCKS = {"mamba": "M", "attention": "*", "dense": "-", "moe": "E"}
+"""Where each layer is one block: the rows of which layers each letter of a pattern has."""
+
 
 def when(switch: str) -> Condition:
     """Present in both layouts while `switch` of ModelShape is on."""
@@ -53,13 +56,13 @@ class Row:
 
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
-    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, or an
-    indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay
-    in BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as
-    stored whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its
-    way: with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the
-    parameter of that name beside it, that dtype. `as_stored` is the same row under the source's names, where those are
-    not the ones to write.
+    layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
+    mixer, or an indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8:
+    routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether
+    values stay as stored whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would
+    lose bits on its way: with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than
+    that of the parameter of that name beside it, that dtype. `as_stored` is the same row under the source's names,
+    where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
@@ -69,7 +72,7 @@ class Row:
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
     parts: str | None = None
-    layers: Literal["all", "dense", "moe", "attention", "gdn", "indexed"] = "all"
+    layers: Literal["all", "dense", "moe", "attention", "gdn", "mamba", "indexed"] = "all"
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
@@ -143,6 +146,8 @@ class Row:
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if model.mamba:
+            return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
         if self.layers in ("attention", "gdn"):
             return model.has_delta_net(layer) == (self.layers == "gdn")
         if self.layers == "indexed":
@@ -261,7 +266,7 @@ def filled(template: str, place: Place) -> str:
     return template
 
 
-def only_in(layers: Literal["attention", "gdn"], rows: Iterable[Row]) -> tuple[Row, ...]:
+def only_in(layers: Literal["attention", "gdn", "mamba", "dense", "moe"], rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows, of such layers alone."""
     return tuple(replace(row, layers=layers) for row in rows)
 

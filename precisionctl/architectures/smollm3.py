@@ -25,7 +25,8 @@ from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_shape import MOST_LAYERS, ModelShape
 
 
-def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
+def with_rope(config: Config, where: object) -> tuple[bool, ...]:
+    """Whether each layer has rotary embeddings."""
     listed = config.get("no_rope_layers")
     if listed is None:
         every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval", where)
@@ -36,8 +37,8 @@ def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
 
 
 def _read_rope_layers(config: Config, where: object) -> Fields:
-    with_rope = _with_rope(config, where)
-    return {"rope_layers": None if all(with_rope) else with_rope}
+    rope_layers = with_rope(config, where)
+    return {"rope_layers": None if all(rope_layers) else rope_layers}
 
 
 def _write_rope_layers(model: ModelShape) -> Config:
@@ -45,10 +46,12 @@ def _write_rope_layers(model: ModelShape) -> Config:
 
 
 def _without_rope(config: Config, layers: int) -> list[bool]:
-    return [not each for each in _with_rope(config, "config.json")]
+    return [not each for each in with_rope(config, "config.json")]
 
 
 _ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
+
+ROPE_LAYERS = Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers)
 
 ARCHITECTURE = Architecture(
     model_types={"smollm3": "SmolLM3ForCausalLM"},
@@ -61,7 +64,7 @@ ARCHITECTURE = Architecture(
         Key("mlp_bias", "mlp_bias", False),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(2000000.0),
-        Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers),
+        ROPE_LAYERS,
         sliding_window(_without_rope, switch="use_sliding_window", also=_ROPE_KEYS),
         tied(True),
     ),

@@ -34,7 +34,8 @@ class WrapperNames:
     """`body` and `head` of published files, and beginnings of names that are the `same` in the text model alone; the
     `model_type` of a text model whose config says none, with all that its class takes for keys that are not there;
     whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); the rows of its
-    experts where they are not its family's."""
+    experts where they are not its family's; a `mark` in its towers' names, by which it is told from wrappers whose text
+    has the same names (empty where it has none of the others')."""
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
@@ -42,6 +43,7 @@ class WrapperNames:
     flat: bool = False
     experts: Either | None = None
     same: tuple[str, ...] = ()
+    mark: str = ""
 
 
 EXPERTS_AS_IN_OUT = Either(
@@ -51,13 +53,18 @@ EXPERTS_AS_IN_OUT = Either(
 reads both, as it has them in memory."""
 
 WRAPPERS: Mapping[str, WrapperNames] = {
-    **dict.fromkeys(("llava", "llava_next"), WrapperNames(text="llama")),
-    **dict.fromkeys(("llava_onevision", "internvl"), WrapperNames(text="qwen2")),
-    "mistral3": WrapperNames(text="mistral"),
-    "gemma3": WrapperNames(text="gemma3_text"),
-    "kimi_k25": WrapperNames(text="deepseek_v3"),
-    "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True),
-    "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True),
+    "llava": WrapperNames(text="llama"),
+    "llava_next": WrapperNames(text="llama", mark="image_newline"),
+    "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
+    "internvl": WrapperNames(text="qwen2", mark="multi_modal_projector.layer_norm."),
+    "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
+    "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
+    "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
+    "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
+    "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
+    "qwen2_5_vl": WrapperNames(
+        "model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark="visual.blocks.0.mlp.gate_proj."
+    ),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
@@ -175,18 +182,33 @@ def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> 
         wrapper = replace(model.wrapper, body=body, head=head)
         towers = [name for name in stored if not wrapper.is_text(name)]
         if wrapper.name_of(_EMBEDDING) in stored and towers and _by_towers(model.wrapper, towers) == wrapper:
+            _check_marks(model.wrapper.model_type, towers)
             tied = config.get("tie_word_embeddings") is True or wrapper.name_of(_HEAD) not in stored
             return replace(model, wrapper=wrapper, tied_embeddings=model.tied_embeddings and tied)
     raise UnknownArchitecture(f"its tensors do not have the names of a `{model.wrapper.model_type}`")
 
 
 def beside_towers(model: ModelShape, towers: Collection[str], *, has_head: bool) -> ModelShape:
-    """The text model of a Megatron checkpoint, by the Hugging Face names that the wrapper's towers have."""
+    """The text model of a Megatron checkpoint, by the Hugging Face names that the wrapper's towers have. Raises
+    UnknownArchitecture for towers of another wrapper."""
     assert model.wrapper is not None, "only a wrapper has towers"
+    if towers:
+        _check_marks(model.wrapper.model_type, towers)
     return replace(model, wrapper=_by_towers(model.wrapper, towers), tied_embeddings=not has_head)
 
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _check_marks(model_type: str, towers: Collection[str]) -> None:
+    mine = WRAPPERS[model_type].mark
+    marks = {kind.mark for kind in WRAPPERS.values() if kind.mark}
+    found = next((mark for mark in marks if mark != mine and any(mark in name for name in towers)), None)
+    if found or not any(mine in name for name in towers):
+        has = f"have `{found}` in their names" if found else f"do not have `{mine}` in their names"
+        raise UnknownArchitecture(
+            f"its towers {has}: they are not those of a `{model_type}`", do="Is config.json this model's?"
+        )
 
 
 def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:

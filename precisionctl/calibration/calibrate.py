@@ -55,7 +55,8 @@ OnPass = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The arguments of `calibrate`. `out` is a file that must not exist yet; without `data` the recipe's is used."""
+    """The arguments of `calibrate`; paths may be strings. `out` is a file that must not exist yet; without `data` the
+    recipe's is used."""
 
     checkpoint: Path
     data: Path | None
@@ -65,6 +66,11 @@ class Calibration:
     passes: int = PASSES
     backend: Literal["auto", "te", "emulated"] = "auto"
     iteration: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint", "data", "out"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path))
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
 def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
     backend, output = choose_backend(calibration.backend), _output(calibration)
     source = open_checkpoint(calibration.checkpoint, calibration.iteration)
-    check_length(recipe, source.model)
+    check_length(recipe, source.model, "--sequence-length ")
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     with open_tokenizer(source.companions) as tokenizer:

@@ -7,12 +7,12 @@ it is complete.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.output import Output, lock, open_kept, replace_file, sync
+from precisionctl.checkpoints.output import Output, lock, open_kept, replace_file, write_then_rename
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -93,14 +93,14 @@ class Progress:
         if not self._world.first:
             return
         older = self._saved().values()
-        _write(self._output.partial / f"{passes:08}.safetensors", lambda path: sidecar.write(path, states))
+        write_then_rename(self._output.partial / f"{passes:08}.safetensors", lambda path: sidecar.write(path, states))
         for path in older:
             path.unlink()
 
     def finish(self, states: Fp8States) -> None:
         """Write the result and remove `OUT.partial`."""
         if self._world.first:
-            _write(self._output.path, lambda path: sidecar.write(path, states), beside=self._output.partial)
+            write_then_rename(self._output.path, lambda path: sidecar.write(path, states), beside=self._output.partial)
         self.clear()
 
     def clear(self) -> None:
@@ -124,12 +124,3 @@ class Progress:
         except OutputError:
             self._output.check_free()
         return sidecar.read(self._output.path)
-
-
-def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
-    """Write a file atomically: `write` writes to another path, which is then synced and renamed."""
-    new = (beside or path.parent) / f"{path.name}.new"
-    write(new)
-    sync(new)
-    os.rename(new, path)
-    sync(path.parent)

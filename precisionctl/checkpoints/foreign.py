@@ -216,12 +216,6 @@ UNREAD = (
         _has("pytorch_model_fsdp.bin"),
     ),
     Foreign(
-        "a checkpoint of verl, trained with FSDP",
-        "`model_world_size_*_rank_*.pt`",
-        "`python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir OUT`, and give OUT.",
-        _has("model_world_size_*_rank_*.pt"),
-    ),
-    Foreign(
         "an entry of the Hub's cache",
         "`snapshots/*/config.json`",
         "Give {path}/snapshots/{found}.",

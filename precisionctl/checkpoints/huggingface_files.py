@@ -225,9 +225,9 @@ class WeightFiles:
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [self._places[name]]
 
-    def write_index(self) -> None:
-        """Write which tensor is in which file, where there are several."""
-        if len(self._shards) > 1:
+    def write_index(self, *, of_one: bool = False) -> None:
+        """Write which tensor is in which file, where there are several, or `of_one` too."""
+        if of_one or len(self._shards) > 1:
             total = sum(spec.nbytes for shard in self._shards.values() for spec in shard.values())
             weight_map = {name: file.name for file, shard in self._shards.items() for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -1,60 +1,136 @@
 """AdamW's state as torch.optim saves it, under numbers: `optimizer.pt` of Hugging Face's Trainer.
 
 Numbers run through the groups of parameters, in each in the order of the model's modules. No file has the names: they
-are those of the family's class in transformers, as far as its modules are known here, and shapes must fit.
+are those of the family's class in transformers, as far as its modules are known here, and shapes must fit. Experts,
+which a directory has one by one, are one tensor there.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number
-from precisionctl.errors import CheckpointError, damage
+from precisionctl.errors import CheckpointError, damage, shown
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
 
-_DROP = "--drop-optimizer leaves the optimizer behind."
+DROP = "--drop-optimizer leaves the optimizer behind."
 _MODULES = (
-    *("model", "embed_tokens", "layers", "self_attn", "mlp"),
-    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
-    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "norm", "lm_head", "weight", "bias"),
+    *("model", "transformer", "embed_tokens", "wte", "wpe", "layers", "h", "ln_1"),
+    *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
+    *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    *("block_sparse_moe",),
+    *("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "sinks"),
+    *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+    *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
+    *("indexer", "c_attn", "router", "gate", "experts", "shared_experts", "shared_expert"),
+    *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
+    *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
+    *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
+    *("weight", "bias", "weights_proj"),
 )
-"""The modules of Llama and its like, those of each in the order in which the classes in transformers define them."""
+"""The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but a
+router's `gate` is behind the experts in some."""
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
+_IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
+_DOWN = ("down_proj", "w2")
+_BUFFER = ".e_score_correction_bias"
+"""What DeepSeek's routers add to scores; a rule changes it, and no optimizer."""
 
 
-def parameter_order(names: Sequence[str], where: Path) -> list[str]:
-    """The names in the order of the model's parameters. Raises CheckpointError for modules whose order is not known."""
-    ranks = {module: rank for rank, module in enumerate(_MODULES)}
+def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool = False) -> list[str]:
+    """The names in the order of the model's parameters, with experts before the router's gate or behind it. Raises
+    CheckpointError for modules whose order is not known."""
+    names = list(names)
+    ranks = {module: float(rank) for rank, module in enumerate(_MODULES)}
     unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
-        raise CheckpointError(what, where=where, do=_DROP)
+        raise CheckpointError(what, where=where, do=DROP)
+    if experts_first:
+        ranks["experts"] = ranks["gate"] - 0.5
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else ranks[p] for p in name.split(".")])
 
 
-_UNDECAYED = re.compile(r".*(?:bias|norm\.weight)")
+def stacked_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The parameters that transformers 5 has of tensors of these names, each with those that stand in it one after the
+    other: an expert's gate and up are one, and experts a stack."""
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            parameter = f"{_in_memory(match[1])}.{'down_proj' if match[3] in _DOWN else 'gate_up_proj'}"
+            found.setdefault(parameter, []).append((int(match[2]), _IN_STACK[match[3]], name))
+        else:
+            stored, expert = stored_name(name)
+            found.setdefault(_in_memory(stored), []).append((expert or 0, 0, name))
+    return {parameter: tuple(name for _, _, name in sorted(inside)) for parameter, inside in found.items()}
 
 
-def names_by_number(groups: Sequence[Any], specs: Mapping[str, TensorSpec], where: Path) -> dict[int, str]:
-    """The parameter of each number: of all in one group, or of those with decay, then norms and biases, as trainers
-    group them. Raises CheckpointError where groups are of other lengths."""
-    names = parameter_order(tuple(specs), where)
+def _in_memory(name: str) -> str:
+    """The name with Mixtral's and MiniMax' blocks as transformers 5 has them."""
+    return re.sub(r"\.block_sparse_moe\.(gate|experts)\b", r".mlp.\1", name)
+
+
+_UNDECAYED = re.compile(r".*(?:bias|norm\.weight|ln_\w\.weight)")
+
+
+def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:
+    """The parameter of each number, of `names` in the model's order: of all in one group, or of those with decay, then
+    norms and biases, as trainers group them. Raises CheckpointError where groups are of other lengths."""
     decayed = [name for name in names if not _UNDECAYED.fullmatch(name)]
     listed = [group["params"] for group in groups if group["params"]]
-    for order in ([names], [decayed, [name for name in names if name not in set(decayed)]]):
+    for order in ([list(names)], [decayed, [name for name in names if name not in set(decayed)]]):
         if [len(each) for each in order] == [len(numbers) for numbers in listed]:
             pairs = zip(order, listed, strict=True)
             return {number: name for named, numbers in pairs for name, number in zip(named, numbers, strict=True)}
     counts = " and ".join(str(len(numbers)) for numbers in listed[:4])
-    raise CheckpointError(f"groups of {counts} parameters, which are none of this model's", where=where, do=_DROP)
+    what = f"groups of {counts} parameters, which are none of this model's; was a part of it frozen?"
+    raise CheckpointError(what, where=where, do=DROP)
+
+
+def parameters_by_number(
+    groups: Sequence[Any], shapes: Mapping[int, tuple[int, ...]], specs: Mapping[str, TensorSpec], where: Path
+) -> dict[int, tuple[str, ...]]:
+    """The tensors of `specs` that the parameter of each number holds, one after the other: one, or those of all
+    experts. Of the orders that classes have that one is taken whose `shapes` fit. Raises CheckpointError where none
+    does."""
+    trained = [name for name in specs if not name.endswith(_BUFFER)]
+    refused: CheckpointError | None = None
+    for held in (stacked_experts(trained), {name: (name,) for name in trained}):
+        for experts_first in (False, True):
+            order = parameter_order(held, where, experts_first=experts_first)
+            try:
+                named = names_by_number(groups, order, where)
+            except CheckpointError as error:
+                refused = refused or error
+                continue
+            found = {number: held[named[number]] for number in shapes}
+            other = [number for number, shape in shapes.items() if not _holds(shape, [specs[n] for n in found[number]])]
+            if not other:
+                return found
+            what = f"the optimizer's state of `{named[other[0]]}` is not of its shape"
+            refused = CheckpointError(what, where=where, do=DROP)
+    assert refused
+    raise refused
+
+
+def _holds(shape: tuple[int, ...], specs: Sequence[TensorSpec]) -> bool:
+    """Whether a parameter of this shape holds these tensors: its last dimension is theirs, and it has all of them."""
+    if len(specs) == 1:
+        return shape == specs[0].shape
+    alike = all(spec.shape[-1:] == shape[-1:] for spec in specs)
+    return alike and math.prod(shape) == sum(math.prod(spec.shape) for spec in specs)
 
 
 @dataclass(frozen=True)
@@ -68,26 +144,35 @@ class NumberedOptimizer:
     parameters: Mapping[str, TensorSpec]
 
     @cached_property
-    def _state(self) -> tuple[dict[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """The state of each parameter, and the groups."""
+    def _state(self) -> tuple[dict[int, dict[str, Any]], Sequence[Mapping[str, Any]], dict[int, tuple[str, ...]]]:
+        """The state of each number, the groups, and the tensors that the parameter of each number holds."""
         check_link(self.path, self.path.parent)
-        with damage("its optimizer is not what PyTorch saves", self.path, _DROP):
+        with damage("its optimizer is not what PyTorch saves", self.path, DROP):
             saved = skeleton(self.path)
-            groups, states = list(saved["param_groups"]), saved["state"]
-            numbered = names_by_number(groups, self.parameters, self.path)
-            return {numbered[number]: dict(state) for number, state in states.items()}, groups
+            groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
+            shapes = dict[int, tuple[int, ...]]()
+            for index, state in states.items():
+                tensors = {kind: one for kind, one in state.items() if kind != "step"}
+                found = {one.shape if isinstance(one, LocatedTensor) else None for one in tensors.values()}
+                if len(found) != 1 or None in found:
+                    what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
+                    raise CheckpointError(what, where=self.path, do=DROP)
+                shapes[index] = next(iter(tensors.values())).shape
+            return states, groups, parameters_by_number(groups, shapes, self.parameters, self.path)
 
     @cached_property
     def _tensors(self) -> Mapping[str, LocatedTensor]:
+        states, _, held = self._state
         found: dict[str, LocatedTensor] = {}
-        for name, state in self._state[0].items():
+        for index, state in states.items():
             for kind, value in state.items():
                 if kind == "step":
                     continue
-                if not isinstance(value, LocatedTensor) or value.shape != self.parameters[name].shape:
-                    what = f"the optimizer's {str(kind)[:40]} of `{name}` is not of its shape"
-                    raise CheckpointError(what, where=self.path, do=_DROP)
-                found[f"{STATE}{kind}.{name}"] = value
+                offset = value.offset
+                for name in held[index]:
+                    shape = self.parameters[name].shape
+                    found[f"{STATE}{kind}.{name}"] = LocatedTensor(value.dtype, shape, offset)
+                    offset += math.prod(shape) * value.dtype.itemsize
         return found
 
     @cached_property
@@ -100,10 +185,10 @@ class NumberedOptimizer:
     @cached_property
     def run(self) -> TrainerRun:
         """Its count and settings."""
-        states, groups = self._state
-        with damage("its optimizer has no count of updates", self.path, _DROP):
+        states, groups, _ = self._state
+        with damage("its optimizer has no count of updates", self.path, DROP):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
-            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=_DROP)
+            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP)
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))

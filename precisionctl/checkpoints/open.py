@@ -1,5 +1,6 @@
 """Open the checkpoint at a path: each container recognises its own; known formats that are not read are named."""
 
+import logging
 from pathlib import Path
 
 from precisionctl import checkpoints
@@ -7,6 +8,8 @@ from precisionctl.checkpoints import foreign
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
 from precisionctl.errors import UnknownFormat
+
+_log = logging.getLogger(__name__)
 
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
@@ -18,11 +21,12 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     """
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path)
-    containers: list[Container] = discover(checkpoints, "CONTAINER")
+    containers = discover(checkpoints, "CONTAINER", Container)
     for container in containers:
         if container.recognise(path):
             reader = container.open(path, iteration, hints)
             foreign.check_tensors(reader, path)
+            _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
             return reader
     foreign.check_unread(path)
     looked_for = "; ".join(container.looked_for for container in containers)

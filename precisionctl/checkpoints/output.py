@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,16 @@ _PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 def _not_ours(path: Path) -> OutputError:
     return OutputError("a link, or no file, is where we keep one", where=path, do="Remove it, or write elsewhere.")
+
+
+def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
+    """Write a file atomically: `write` writes to another path, in the folder `beside` if given, which is then synced
+    and renamed."""
+    new = (beside or path.parent) / f"{path.name}.new"
+    write(new)
+    sync(new)
+    os.rename(new, path)
+    sync(path.parent)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from precisionctl.checkpoints import te_tensors
+from precisionctl.checkpoints import dtensors, te_tensors
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
@@ -71,7 +71,8 @@ def locate(span: Span) -> LocatedTensor:
 
 
 def skeleton(path: Path) -> Any:
-    """The object that is saved at `path`, with a LocatedTensor in place of each tensor, whose bytes are not read.
+    """The object that is saved at `path`, with a LocatedTensor in place of each tensor, whose bytes are not read, or a
+    RankShard of one.
 
     A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, and
     UnsafePickle as `load`.
@@ -147,8 +148,11 @@ def _parameter(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return tensor
 
 
-def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
-    """Stands in for torch._tensor._rebuild_from_type_v2, of a tensor that carries attributes."""
+def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, state: Any) -> Any:
+    """Stands in for torch._tensor._rebuild_from_type_v2, of a tensor that carries attributes; a DTensor is made of
+    its own."""
+    if rebuild is dtensors.wrapper_subclass:
+        return dtensors.rebuilt(arguments, state)
     if rebuild not in (_rebuilt, _located, _parameter):
         raise ValueError(f"a tensor made by {shown(rebuild)}")
     return rebuild(*arguments)
@@ -223,7 +227,7 @@ _TENSOR: safe_pickle.Allowed = {
     ("torch._utils", "_rebuild_tensor_v2"): _located,
     ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
-_SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _located})
+_SKELETON = _Objects(_OBJECTS | {**dtensors.STAND_INS, ("torch._utils", "_rebuild_tensor_v2"): _located})
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field

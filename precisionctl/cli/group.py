@@ -1,14 +1,18 @@
-"""Shared by all commands: every error in one form, and results as JSON on stdout."""
+"""Shared by all commands: help with examples and groups of options, every error in one form, how much is told, and
+results as JSON on stdout."""
 
 import json
+import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
 
+from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -18,29 +22,128 @@ from precisionctl.errors import (
     UnexpectedError,
 )
 
+SCHEMA_VERSION = 1
+"""Of what `--json` prints (docs/json.md). It grows when a key goes or means something else; keys may be added."""
+
+_JSON, _DEBUG, _QUIET, _VERBOSE = (f"precisionctl.{option}" for option in ("json", "debug", "quiet", "verbose"))
+"""Keys of click's `ctx.meta`, which the group shares with its commands: which of these options are given."""
+
+_GENERAL = ("--json", "--quiet", "--verbose", "--debug", "--help")
+"""Options of all commands, last in the help."""
+
+
+def general_options() -> list[click.Parameter]:
+    """Options of the group and of every command: people write them before the command, or after it."""
+
+    def remember(key: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+        def callback(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+            ctx.meta[key] = wanted or ctx.meta.get(key, False)
+
+        return callback
+
+    def switch(names: list[str], key: str, text: str) -> click.Option:
+        return click.Option(names, is_flag=True, expose_value=False, callback=remember(key), help=text)
+
+    return [
+        switch(["-q", "--quiet"], _QUIET, "Print nothing but errors, and JSON if it is asked for."),
+        switch(["-v", "--verbose"], _VERBOSE, "Say on stderr what is found and done."),
+        switch(["--debug"], _DEBUG, "Show the traceback of an error."),
+    ]
+
+
+class Command(click.Command):
+    """A command whose help ends with `examples`, what follows `precisionctl` in a shell, and has its options in
+    `sections` by title; those in none of them come after."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        examples: Sequence[str],
+        sections: Mapping[str, Sequence[str]] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self.examples, self.sections = examples, sections or {}
+        self.params += general_options()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        rows = {option.opts[-1]: row for option in options if (row := option.get_help_record(ctx))}
+        placed = {*_GENERAL, *(flag for flags in self.sections.values() for flag in flags)}
+        rest = {"Options": [flag for flag in rows if flag not in placed]}
+        for title, flags in {**self.sections, **rest, "General": _GENERAL}.items():
+            if shown := [rows[flag] for flag in flags if flag in rows]:
+                with formatter.section(title):
+                    formatter.write_dl(shown)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
+            self._download(ctx)
+            return super().invoke(ctx)
+
+    @staticmethod
+    def _download(ctx: click.Context) -> None:
+        """Download what is given by its name on the Hub: now, as no option is wrong any more."""
+        names = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
+        ctx.params |= {key: name.download(progress=not ctx.meta[_QUIET]) for key, name in names.items()}
+        if "source" in names and ctx.params.get("base_model", "") is None:
+            ctx.params["base_model"] = names["source"].repo
+
+
+@contextmanager
+def _told(*, quiet: bool, verbose: bool) -> Iterator[None]:
+    """Print less, or what the package logs."""
+    with ExitStack() as until:
+        if quiet:
+            from precisionctl import console
+
+            until.enter_context(console.quietly())  # an error is shown after it
+        if verbose:
+            log, handler = logging.getLogger("precisionctl"), logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+            log.addHandler(handler)
+            log.setLevel(logging.INFO)
+            until.callback(log.removeHandler, handler)
+            until.callback(log.setLevel, logging.NOTSET)
+        yield
+
 
 class Commands(click.Group):
     """A click group that shows every error in one way and exits with 1, or with 2 where what was asked for makes no
-    sense; `--debug` shows the traceback. With `--json`
-    the error is on stdout, too, as an object."""
+    sense; `--debug` shows the traceback. With `--json` the error is on stdout, too, as an object."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.params += general_options()
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         _replace_closed_streams()
         return super().main(*arguments, **options)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_JSON] = "--json" in args  # known before any option is found to be wrong
+        with _wrong_usage(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _wrong_usage(ctx):
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
         except Exception as error:
-            if ctx.params["debug"]:
+            if ctx.meta.get(_DEBUG):
                 raise
             from precisionctl import console
 
             told = in_our_words(error)
             console.show_error(told)
-            if ctx.meta.get(JSON_WANTED):
+            if ctx.meta[_JSON]:
                 kind = type(told).__name__
                 print_json({"error": {"kind": kind, "what": told.what, "where": told.where, "do": told.do}})
             ctx.exit(2 if isinstance(told, RecipeError) else 1)
@@ -49,8 +152,16 @@ class Commands(click.Group):
         return list(self.commands)  # in the order of their registration, not of the alphabet
 
 
-JSON_WANTED = "precisionctl.json"
-"""Whether the command was asked for JSON, in click's `ctx.meta`."""
+@contextmanager
+def _wrong_usage(ctx: click.Context) -> Iterator[None]:
+    """With `--json`, print click's errors on stdout as an object, before click prints them on stderr."""
+    try:
+        yield
+    except click.UsageError as error:
+        if ctx.meta[_JSON]:
+            do = f"`{error.ctx.command_path} --help` has all options." if error.ctx else ""
+            print_json({"error": {"kind": "UsageError", "what": error.format_message(), "where": "", "do": do}})
+        raise
 
 
 def in_our_words(error: Exception) -> PrecisionctlError:
@@ -89,9 +200,9 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))
 
 
-def print_json(result: Any) -> None:
+def print_json(result: Mapping[str, Any]) -> None:
     """Print a command's result as JSON on stdout; infinity and NaN become strings."""
-    click.echo(json.dumps(_numbers(result), indent=2))
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **_numbers(result)}, indent=2))
 
 
 def _numbers(value: Any) -> Any:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from precisionctl.cli.group import print_json
+from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
     FILE,
     NEW_PATH,
     POSITIVE,
+    RUN,
     TOO_FAR,
     Percent,
     grouped_columns_option,
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
     from precisionctl.fp8.grouped import ColumnOrder
 
 
-@click.command(short_help="Show what a checkpoint is, and whether FP8 is safe.")
+@click.command(
+    cls=Command,
+    short_help="Show what a checkpoint is, and whether FP8 is safe.",
+    examples=["inspect Qwen3-0.6B", "inspect Qwen3-0.6B --fp8 --fp8-state qwen3.fp8 --html readiness.html"],
+    sections={
+        "Is FP8 safe": ["--fp8", "--fp8-state", "--html", "--workers"],
+        "How to read it": ["--grouped-columns", "--iteration"],
+    },
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, by layer, role and scaling.")
 @click.option("--fp8-state", type=FILE, help="With --fp8: take activations and gradients from this file of calibrate.")
@@ -79,7 +88,12 @@ def inspect(
         console.show_tables(report.tables(description))
 
 
-@click.command(short_help="Compare two checkpoints, or check one against an engine.")
+@click.command(
+    cls=Command,
+    short_help="Compare two checkpoints, or check one against an engine.",
+    examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
+    sections={"With a second checkpoint": ["--fp8", "--fp8-state"], "With an engine": ["--target", "--tp"]},
+)
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
 @click.option(
@@ -151,40 +165,36 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
         raise PrecisionError(
             "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
         )
+    same = all(weight.idempotent for weight in weights)
     if json_wanted:
-        print_json([asdict(weight) for weight in weights])
+        print_json({"equal": same, "weights": [asdict(weight) for weight in weights]})
     else:
         console.show_tables([report.codes(weights)])
-    return all(weight.idempotent for weight in weights)
+    return same
 
 
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
-    """Print the rules of an engine that a directory breaks. Returns whether the directory has FP8 weights and the
-    engine can load them."""
+    """Print the rules of a target that a directory breaks. Returns whether it would load the directory."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.commands.codes import engine_named
-    from precisionctl.commands.request import TE
+    from precisionctl.commands.target_rules import check_target
     from precisionctl.reports import verify as report
-    from precisionctl.verify import te_rules
-    from precisionctl.verify.engine_rules import NO_CODES, check
 
-    if target == TE:
-        if ranks > 1:
-            raise click.UsageError(f"--tp does not apply to {te_rules.TITLE}.")
-        findings, title = te_rules.check_te(open_checkpoint(path)), te_rules.TITLE
-    else:
-        engine = engine_named(target)
-        findings, title = check(open_checkpoint(path), engine, ranks), engine.title
+    found = check_target(open_checkpoint(path), target, ranks)
     if json_wanted:
-        print_json([asdict(finding) for finding in findings])
+        print_json({"passes": found.passes, "findings": [asdict(finding) for finding in found.findings]})
     else:
-        console.show_tables(report.rules(findings, title))
-    return not any(finding.rule.fatal or finding.rule is NO_CODES for finding in findings)
+        console.show_tables(report.rules(found.findings, found.title))
+    return found.passes
 
 
-@click.command(short_help="Compare the loss curves of runs; with --max-gap, as a gate.")
-@click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
+@click.command(
+    cls=Command,
+    short_help="Compare the loss curves of runs; with --max-gap, as a gate.",
+    examples=["compare bf16-run fp8-run", "compare bf16-run fp8-run --max-gap 1% --last 200 --html curves.html"],
+    sections={"As a gate": ["--max-gap", "--last"], "Pictures": ["--png", "--html"]},
+)
+@click.argument("runs", metavar="RUN RUN...", type=RUN, nargs=-1, required=True)
 @click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger, e.g. 1%.")
 @click.option("--last", type=POSITIVE, default=100, show_default=True, help="Mean gaps are over this many last steps.")
 @click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
@@ -212,7 +222,7 @@ def compare(
     if png or html:
         report.draw(comparison, png=png, html=html, verdict=verdict)
     if json_wanted:
-        print_json(comparison.as_json())
+        print_json(comparison.as_json(max_gap))
     else:
         console.show_tables(comparison.tables())
     if max_gap is not None and comparison.beyond(max_gap):
@@ -220,7 +230,20 @@ def compare(
         raise click.exceptions.Exit(TOO_FAR)
 
 
-@click.command("eval", short_help="Measure perplexity, or lm-eval's tasks.")
+@click.command(
+    "eval",
+    cls=Command,
+    short_help="Measure perplexity, or lm-eval's tasks.",
+    examples=[
+        "eval qwen3-fp8 --data held-out.txt --against Qwen3-0.6B",
+        "eval qwen3-fp8 --tasks hellaswag --limit 100",
+    ],
+    sections={
+        "Perplexity": ["--data", "--against", "--sequence-length"],
+        "Tasks of lm-eval": ["--tasks", "--limit"],
+        "CHECKPOINT": ["--card", "--iteration"],
+    },
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option(
@@ -278,7 +301,11 @@ def evaluate(
         console.show_lines(lines)
 
 
-@click.command(short_help="Say which FP8 recipes this machine can run.")
+@click.command(
+    cls=Command,
+    short_help="Say which FP8 recipes this machine can run.",
+    examples=["doctor", "doctor megatron-run --iteration 1000"],
+)
 @click.argument("checkpoint", type=CHECKPOINT, required=False)
 @iteration_option
 @json_option
@@ -298,7 +325,12 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
         console.show_tables(report.machine_tables(machine) + (report.payload_tables(found) if found else []))
 
 
-@click.command("launch-args", short_help="Print the flags to continue in another framework.")
+@click.command(
+    "launch-args",
+    cls=Command,
+    short_help="Print the flags to continue in another framework.",
+    examples=["launch-args qwen3 --framework megatron-lm"],
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",

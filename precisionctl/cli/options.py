@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.group import JSON_WANTED
+from precisionctl.checkpoints.hub import HubName
+from precisionctl.errors import UnknownFormat
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -23,25 +24,26 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
 DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
 POSITIVE = click.IntRange(min=1)
-Command = Callable[..., Any]
+Callback = Callable[..., Any]
 
 
 class CheckpointPath(click.Path):
-    """A path that exists. For a missing one that looks like a model's name on the Hub, the error says how to download
-    it."""
+    """A path that exists, or a HubName, which the command downloads when it begins."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = str(value)
-        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) and not Path(text).parent.exists():
-            name = text.partition("/")[2]
-            download = f"`hf download {text} --local-dir {name}`, and give {name}"
-            self.fail(f"Path '{text}' does not exist. If it is a model's name on the Hub: {download}.", param, ctx)
-        return super().convert(value, param, ctx)
+        if Path(text).exists():
+            return super().convert(value, param, ctx)
+        try:
+            return HubName.read(text)
+        except UnknownFormat as error:
+            self.fail(f"'{text}': {error.what}. {error.do}", param, ctx)
 
 
 CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
+RUN = click.Path(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):
@@ -81,14 +83,7 @@ class Duration(click.ParamType[timedelta]):
         return timedelta(hours=hours, minutes=minutes, seconds=seconds)
 
 
-def _want_json(ctx: click.Context, param: click.Parameter, wanted: bool) -> bool:
-    ctx.meta[JSON_WANTED] = wanted  # an error is shown by the group, which has no such option
-    return wanted
-
-
-json_option = click.option(
-    "--json", "json_wanted", is_flag=True, callback=_want_json, help="Print JSON on stdout instead of tables."
-)
+json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
 grouped_columns_option = click.option(
     "--grouped-columns",
     type=click.Choice(["gemm", "role"]),
@@ -106,7 +101,7 @@ exclude_option = click.option(
 iteration_option = click.option("--iteration", type=int, help="Iteration of a Megatron directory. Default: the newest.")
 
 
-def megatron_fp8_options(command: Command) -> Command:
+def megatron_fp8_options(command: Callback) -> Callback:
     """Add Megatron's FP8 flags, hidden in the help. The command gets them in `megatron`, as the recipe overrides that
     they stand for."""
 
@@ -142,7 +137,7 @@ class Writing:
     json_wanted: bool
 
 
-def writing_options(command: Command) -> Command:
+def writing_options(command: Callback) -> Callback:
     """Add the options of every command that writes a checkpoint. The command gets them in `how`, a `Writing`."""
     options = (
         click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
@@ -162,7 +157,7 @@ def writing_options(command: Command) -> Command:
     return with_how
 
 
-def parallelism_options(command: Command) -> Command:
+def parallelism_options(command: Callback) -> Callback:
     """Add the options of Megatron's parallel sizes. The command gets them in `parallelism`, a `Parallelism`."""
     sizes = {
         "--tp": ("tensor", 1, "Tensor-parallel size to write for."),

@@ -1,10 +1,12 @@
 """Commands that run a model: resume, calibrate and demo."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from precisionctl.cli.group import Command
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
@@ -26,7 +28,20 @@ backend_option = click.option(
 )
 
 
-@click.command(short_help="Continue training, in BF16 or FP8, pretraining or SFT.")
+@click.command(
+    cls=Command,
+    short_help="Continue training, in BF16 or FP8, pretraining or SFT.",
+    examples=[
+        "resume llama --precision fp8 --data text/ --out llama-fp8",
+        "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=200 --dry-run",
+        "resume llama-fp8 --precision bf16 --recipe sft-bf16 --data chats.jsonl --out sft --load weights",
+    ],
+    sections={
+        "The run": ["--precision", "--data", "--out", "--recipe", "--set", "--backend", "--time-limit", "--dry-run"],
+        "What is loaded": ["--load", "--skip"],
+        "FP8 and its state": ["--fp8-state", "--cold-start", "--collect-amax", "--shadow-every"],
+    },
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
 @click.option(
@@ -101,7 +116,16 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)
 
 
-@click.command(short_help="Record the FP8 state that a checkpoint lacks.")
+@click.command(
+    cls=Command,
+    short_help="Record the FP8 state that a checkpoint lacks.",
+    examples=["calibrate Qwen3-0.6B --data text.txt --out qwen3.fp8 --passes 8 --sequence-length 256"],
+    sections={
+        "The passes": ["--data", "--out", "--passes", "--sequence-length", "--batch-size", "--backend"],
+        "The coming run": ["--recipe", "--set"],
+        "How to read CHECKPOINT": ["--iteration"],
+    },
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it; else the recipe's.")
 @click.option(
@@ -143,7 +167,38 @@ def calibrate(
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
-@click.command(short_help="Run the whole story on one CPU, in a few minutes.")
+@click.command(
+    cls=Command,
+    short_help="Tokenize data into Megatron's .bin and .idx, by all cores.",
+    examples=["tokenize text/ corpus --tokenizer CKPT"],
+)
+@click.argument("data", type=DATA)
+@click.argument("out", type=NEW_PATH)
+@click.option("--tokenizer", type=CHECKPOINT, required=True, help="A checkpoint, or a directory of its tokenizer.")
+@click.option("--workers", type=POSITIVE, help="Processes. Default: one for each core.")
+def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> None:
+    """Tokenize DATA into OUT.bin and OUT.idx, Megatron's, which resume takes too.
+
+    Text, JSONL, JSON, parquet or a folder, as resume reads it; of conversations OUT.learned says what is to be learned.
+    If killed, the same command continues.
+    """
+    from precisionctl import console
+    from precisionctl.reports import run as report
+    from precisionctl.trainer.data.corpus import make_corpus
+    from precisionctl.trainer.data.formats.find import files_of
+
+    total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
+    with console.bytes_progress("tokenizing", total) as on_text:
+        made = make_corpus(data, out, tokenizer, workers or len(os.sched_getaffinity(0)), on_text)
+    console.show_lines(report.corpus(made, out))
+    raise click.exceptions.Exit(GO_ON if made.signal else 0)
+
+
+@click.command(
+    cls=Command,
+    short_help="Run the whole story on one CPU, in a few minutes.",
+    examples=["demo --out demo-run"],
+)
 @click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
 def demo(out: Path) -> None:
     """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""

@@ -1,11 +1,12 @@
 """Commands that write a checkpoint: convert and export-inference."""
 
+import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import print_json
+from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     GO_ON,
@@ -22,7 +23,6 @@ from precisionctl.cli.options import (
     parallelism_options,
     writing_options,
 )
-from precisionctl.errors import RecipeError
 from precisionctl.reports.table import size
 
 if TYPE_CHECKING:
@@ -32,7 +32,31 @@ if TYPE_CHECKING:
     from precisionctl.precision import Precision
 
 
-@click.command(short_help="Convert between Hugging Face and Megatron, BF16 and FP8.")
+_CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard-size"]
+
+
+@click.command(
+    cls=Command,
+    short_help="Convert between Hugging Face and Megatron, BF16 and FP8.",
+    examples=[
+        "convert Llama-3.2-1B llama --to megatron",
+        "convert llama llama-hf --to hf --precision bf16 --verify",
+        "convert Llama-3.1-70B cut --to megatron --tp 8 --pp 4 --dry-run",
+    ],
+    sections={
+        "Result": ["--to", "--precision", "--container"],
+        "FP8 and its state": [
+            *("--recipe", "--fp8-state", "--drop-fp8-state", "--include", "--exclude", "--te-version"),
+            "--grouped-columns",
+        ],
+        "Optimizer": ["--drop-optimizer"],
+        "Cut for ranks": [
+            *("--tp", "--pp", "--vpp", "--first-stage-layers", "--last-stage-layers", "--ep", "--etp"),
+        ],
+        "How to read SOURCE": ["--architecture", "--reference", "--iteration"],
+        "Carrying it out": _CARRYING_OUT,
+    },
+)
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option(
@@ -87,16 +111,27 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     """
     from precisionctl.commands.request import Request
 
-    try:
-        if container := {"dcp": "dcp", "deepspeed": "deepspeed-universal"}.get(what["to"]):
-            what |= {"to": "hf", "container": what["container"] or container}
-        request = Request(recipe=precision_of(recipe, megatron), **what)
-    except RecipeError as error:  # options that contradict one another
-        raise click.UsageError(str(error)) from error
-    do(request, how)
+    if container := {"dcp": "dcp", "deepspeed": "deepspeed-universal"}.get(what["to"]):
+        what |= {"to": "hf", "container": what["container"] or container}
+    do(Request(recipe=precision_of(recipe, megatron), **what), how)
 
 
-@click.command("export-inference", short_help="Write FP8 or four-bit weights and scales for an inference engine.")
+@click.command(
+    "export-inference",
+    cls=Command,
+    short_help="Write FP8 or four-bit weights and scales for an inference engine.",
+    examples=[
+        "export-inference Qwen3-0.6B qwen3-fp8 --target vllm --scheme dynamic",
+        "export-inference fp8-run served --target sglang --kv-cache fp8 --tp 2",
+        "export-inference Qwen3-0.6B qwen3-fp4 --target vllm --scheme nvfp4a16",
+    ],
+    sections={
+        "Engine": ["--target", "--scheme", "--tp", "--kv-cache", "--fp8-state"],
+        "What becomes codes": ["--include", "--exclude", "--recipe", "--keep-misfits"],
+        "How to read CHECKPOINT": ["--architecture", "--reference", "--iteration"],
+        "Carrying it out": [*_CARRYING_OUT, "--base-model"],
+    },
+)
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm, transformers or te.")
@@ -149,6 +184,7 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 def do(request: "Request", how: Writing) -> None:
     """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
     from precisionctl import console
+    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
     from precisionctl.conversion.estimate import estimate
@@ -168,7 +204,10 @@ def do(request: "Request", how: Writing) -> None:
         else:
             path = command.output.path
             done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
-            console.show_lines([f"{done}, {size(command.plan.nbytes)}.", *notes])
+            lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
+            if isinstance(command.writer, HuggingFaceWriter):
+                lines.append(f"To the Hub: hf upload ORG/NAME {shlex.quote(str(path))}")
+            console.show_lines(lines)
         return
     command = plan_command(request)
     check_room(command)

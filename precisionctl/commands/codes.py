@@ -10,6 +10,7 @@ from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
     companion_notes,
+    four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
@@ -82,17 +83,18 @@ def for_engine(request: Request, source: Source) -> Result:
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Export with another --scheme, or leave the experts in BF16: --exclude '*.experts.*'.",
+            do="Choose another scheme (`export-inference --scheme`), or leave the experts in BF16: "
+            "--exclude '*.experts.*'.",
         )
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
-    notes += edge_notes(source.encodings, plan)
+    notes += [*edge_notes(source.encodings, plan), *four_bit_notes(request, source.encodings, plan)]
     if found := engine.check_stacked(plan.targets, form.method.name):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,
-            do="Export with --scheme block.",
+            do="`export-inference --scheme block` has what it loads.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)

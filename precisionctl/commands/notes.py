@@ -12,12 +12,14 @@ from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
-from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader, directory_of
+from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
@@ -25,11 +27,14 @@ from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB
+from precisionctl.fp8.four_bit_loss import NAMES as FOUR_BIT_NAMES
 from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import FOUR_BITS
 
 _NAMES = {
     "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
@@ -91,7 +96,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if isinstance(reader, DeepSpeedReader) and reader.unread:
+    if isinstance(reader, SavedStatesReader) and reader.unread:
         yield f"What is not read of the optimizer stays behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
@@ -272,18 +277,22 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """A note on values that are rounded to BF16 though nobody asked for that."""
-    rounded = [
-        name
-        for job in plan.jobs
-        for name in job.writes
-        if plan.targets[name].dtype == torch.bfloat16
-        and any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads)
-    ]
+    """Notes on values that are rounded to BF16 though nobody asked for that."""
+    rounded: list[str] = []
+    again: list[str] = []
+    for job in plan.jobs:
+        if any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads):
+            names = [name for name in job.writes if plan.targets[name].dtype == torch.bfloat16]
+            (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (
             f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
             f"is {rounded[0]}."
+        )
+    if again:
+        yield (
+            f"{len(again)} norms are FP32 in Megatron so that no bit of BF16 is lost there, and BF16 again in the "
+            f"result: exact, unless they were trained. The first is {again[0]}."
         )
 
 
@@ -294,6 +303,20 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
     if known.outdated:
         what = "it is carried in the sidecar and used for nothing" if carried else "it stays behind"
         yield outdated_note(known.outdated, what)
+
+
+def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+    """Before an export in four bits: what rounding costs weights that are values, and who measures it."""
+    name = FOUR_BITS.get(request.scheme or "")
+    rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
+    if name and rounded:
+        usual = next(GAUSSIAN_DB[scheme] for scheme, title in FOUR_BIT_NAMES.items() if title == name)
+        yield (
+            f"{len(rounded)} weights are rounded to {name}: Gaussian ones keep {usual} dB of signal over rounding "
+            f"(FP8 keeps 31), those with outliers less. `precisionctl inspect {request.source} --fp8` says beforehand "
+            f"what each kind loses, `precisionctl eval {request.destination} --data FILE --against {request.source}` "
+            "what it costs the model."
+        )
 
 
 def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:

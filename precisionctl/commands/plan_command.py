@@ -1,5 +1,7 @@
 """Plan a request: from a Request to a PlannedCommand."""
 
+import logging
+
 from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
 from precisionctl.commands.request import TE, Request
@@ -7,6 +9,8 @@ from precisionctl.commands.source import open_source
 from precisionctl.commands.te_state import with_te_state
 from precisionctl.commands.values import as_values
 from precisionctl.conversion.command import PlannedCommand
+
+_log = logging.getLogger(__name__)
 
 
 def plan_command(request: Request) -> PlannedCommand:
@@ -31,4 +35,6 @@ def plan_command(request: Request) -> PlannedCommand:
         result = for_engine(request, source)
     else:
         result = as_before(request, source)
+    plan = result.plan
+    _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)
     return build(request, source, result)

@@ -1,5 +1,6 @@
 """Request: everything that a user asks of `convert` or `export-inference`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ DEEPSPEED = "deepspeed-universal"
 STATE_DICTS = (DCP, DEEPSPEED)
 """Containers of what trainers load: names that a model's class has in memory, FP32 masters and an optimizer."""
 
+StrPath = str | os.PathLike[str]
+"""A path, as programs that use the library have it."""
+
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
 _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
@@ -49,8 +53,8 @@ CONTAINERS: Mapping[Layout, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to convert, and to what. An export is a conversion to Hugging Face's layout in FP8 for a `target`. Raises
-    RecipeError for options that contradict each other.
+    """What to convert, and to what; paths may be strings. An export is a conversion to Hugging Face's layout in FP8 for
+    a `target`. Raises RecipeError for options that contradict each other.
 
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
@@ -93,12 +97,15 @@ class Request:
 
     @classmethod
     def export(
-        cls, source: Path, destination: Path, target: str, scheme: Scheme | None = None, **options: Any
+        cls, source: StrPath, destination: StrPath, target: str, scheme: Scheme | None = None, **options: Any
     ) -> "Request":
         """The request of `export-inference`; `options` are further fields."""
-        return cls(source, destination, "hf", "fp8", target=target, scheme=scheme, **options)
+        return cls(Path(source), Path(destination), "hf", "fp8", target=target, scheme=scheme, **options)
 
     def __post_init__(self) -> None:
+        for name in ("source", "destination", "fp8_state", "reference"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path))
         if self.to not in CONTAINERS or self.precision not in _VALUES:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_VALUES)}.")

@@ -3,6 +3,7 @@
 If source or target is a live model, this process is the only worker.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -26,6 +27,7 @@ writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 JobResult = tuple[Job, Findings]
 """A finished job, and what it found out."""
 
@@ -69,6 +71,7 @@ def run(
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
+    _log.info("%d of %d jobs are to be done, by %d workers", len(todo), len(jobs), workers)
     found = Findings()
     if journal:
         found |= journal.found
@@ -80,6 +83,7 @@ def run(
             found |= new
             recorder.add((job, new))
             on_bytes(plan.job_bytes(job))
+            _log.info("%s: %d bytes", job.name, plan.job_bytes(job))
     return found
 
 

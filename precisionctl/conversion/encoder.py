@@ -217,7 +217,7 @@ def _check_can_be_nan(name: str, element: Element) -> None:
 
 def _check_finite(name: str, amax: Tensor) -> None:
     """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
-    if bool(amax.isinf().any()):
+    if bool(numerics.amax(amax).isinf()):
         raise PrecisionError(
             f"`{name}` holds an infinite weight, which no FP8 scale can hold",
             do="Is the checkpoint intact? `keep_bf16` in a --recipe leaves the module as it is.",

@@ -11,15 +11,16 @@ rows may not; but scales of weights do not depend on the digest, as they are che
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Chunked, Reader
+from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import plan_weights
+from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
@@ -27,7 +28,11 @@ _ROWS = 4
 """Rows sampled from each matrix: the first, the last, and some between."""
 
 
-def digest_weights(reader: Reader) -> str:
+class Weights(PlanSource, TensorSource, Protocol):
+    """The part of a Reader that a digest needs."""
+
+
+def digest_weights(reader: Weights) -> str:
     """The digest of an open checkpoint's weights, of a wrapper those of its text model: SHA-256 in hexadecimal. Raises
     as `plan_weights` and `read_rows`."""
     return _digest(plan_weights(reader).text, reader)

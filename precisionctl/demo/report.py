@@ -106,7 +106,7 @@ def _decrease(what: str, losses: Mapping[int, float]) -> TableRow:
 
 
 def _rules(what: str, ran: CommandRun) -> TableRow:
-    findings = ran.result
+    findings = ran.result["findings"]
     return what, f"{len(findings)} broken" if findings else "all", _verdict(ran.code == 0)
 
 

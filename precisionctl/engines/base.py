@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import precisionctl.engines
-from precisionctl.discover import discover
+from precisionctl.discover import discover_names
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
@@ -252,9 +252,8 @@ _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_project
 
 
 def engines() -> dict[str, Engine]:
-    """Every engine in this folder, by the name that `--target` takes."""
-    found: list[Engine] = discover(precisionctl.engines, "ENGINE")
-    return {engine.name: engine for engine in found}
+    """Every engine in this folder, and of plug-ins, by the name that `--target` takes."""
+    return discover_names(precisionctl.engines, "ENGINE", Engine, lambda engine: [engine.name])
 
 
 def _in_words(scheme: str) -> str:

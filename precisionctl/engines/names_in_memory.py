@@ -9,8 +9,13 @@ model tells; so they are tried behind the first words of a name, and give names 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from precisionctl.errors import DamagedCheckpoint
+
 _DEEPEST = 3
 """Words in front of which a part's names begin: `model.vision_tower.`."""
+
+MOST_PARTS = 16
+"""Kinds of parts with renamings of their own. No model has half as many, and each may double the names of a module."""
 
 
 def renamed(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
@@ -22,8 +27,12 @@ def renamed(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list
 
 
 def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
-    """For each module all names that it may have: its own, those of `renamed`, and those that tables of parts give."""
-    parts = [table for part in _parts(config) if (table := _table(_of_body(part)))]
+    """For each module all names that it may have: its own, those of `renamed`, and those that tables of parts give.
+    Raises DamagedCheckpoint for parts of more kinds than any model has."""
+    kinds = dict.fromkeys(tuple(_of_body(part)) for part in _parts(config))
+    parts = [table for kind in kinds if (table := _table(kind))]
+    if len(parts) > MOST_PARTS:
+        raise DamagedCheckpoint(f"{len(parts)} kinds of models in one", where="config.json")
     found = {}
     for module, names in renamed(config, modules).items():
         all_names = dict.fromkeys((module, *names))

@@ -67,7 +67,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     further = policy.further(encodes)
     _check_free(further.keys(), plan)
     targets |= further
-    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes)))
+    quantization = policy.quantization(with_names_of_loaders(modules_in_bf16(plan, codes)))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
@@ -91,11 +91,13 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     return list(dict.fromkeys([*modules, _HEAD]))
 
 
-def with_names_in_memory(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and as transformers has them in memory, where lists of names are held
-    against them (transformers#48349): of the 800 renamings of its conversion_mapping.py (5.23) those of Mixtral, PhiMoE
-    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`; the others are
-    looked up for its own exports (`engines/names_in_memory.py`). vLLM renames the list as it does the tensors."""
+def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
+    """Names of modules as a directory has them, and as programs have them in memory that do not rename a list as they
+    do tensors (transformers#48349; vLLM does): those of Mixtral, PhiMoE and Nemotron-H, and of models of images or
+    sound that of the text model.
+
+    A rule for every engine, so that a directory for one of them loads in others too, and by hand: to look all of
+    transformers' 800 renamings up, as its own exports do (`engines/names_in_memory.py`), is two seconds of imports."""
     found = dict.fromkeys(modules)
     for name in modules:
         renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
@@ -256,11 +258,11 @@ def in_scheme(
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         blocks = form.scheme == "block" or form.scheme in FOUR_BITS
-        others = "--scheme static or dynamic, which have no blocks; or " if blocks else ""
+        others = "--scheme static or dynamic, which have no blocks, or " if blocks else ""
         raise PrecisionError(
             f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
-            do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
-            "modules in --exclude, or keep_bf16 of a --recipe.",
+            do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
+            "them; or name modules in --exclude, or keep_bf16 of a --recipe.",
         )
     refused |= along_with(refused, (name for job in jobs for name in job.weights))
     jobs = [job for job in jobs if refused.keys().isdisjoint(job.weights)]
@@ -278,7 +280,7 @@ def in_scheme(
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",
-                do="Export with --scheme static, which has one scale for all of a weight.",
+                do="`export-inference --scheme static` has one scale for all of a weight.",
             )
     return InScheme(form, jobs, refused, inputs, kept)
 

@@ -17,7 +17,7 @@ from precisionctl.quant_methods.base import CODES
 
 _RECORD = (
     "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
-    "--precision fp8`, or export with --scheme dynamic (of four bits: nvfp4a16)."
+    "--precision fp8`, or let the engine scale inputs: `export-inference --scheme dynamic` (of four bits: nvfp4a16)."
 )
 
 

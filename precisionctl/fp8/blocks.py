@@ -53,7 +53,7 @@ class BlockScales:
             self.global_scale = carried.global_scale
         elif carried and carried.zeros is None and divides is None and not zero_points:
             self.candidate = carried.in_blocks(rows, columns, block)
-        self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
+        self.fits = torch.zeros(shape, dtype=torch.bool) if carried is None else _usable(self.candidate)
         self.has_nan = False
         """Whether any value so far is NaN."""
 
@@ -79,7 +79,7 @@ class BlockScales:
         # fit in BF16, whatever dtype they are stored in now. Infinity never fits, as its code is that of fp8_max.
         misfit = torch.zeros_like(self.amax[here])  # 1 in blocks where some value does not fit
         grid = self.candidate[here]
-        usable = torch.where(grid.isfinite() & (grid > 0), grid, 1.0)
+        usable = torch.where(_usable(grid), grid, 1.0)
         zeros = None if self.zeros is None else self.zeros[here]
         encoding = Encoding(self.element, usable, self.block, self.global_scale, zeros)
         codes = encoding.encode_rows(values, row, scratch=work)
@@ -105,15 +105,20 @@ class BlockScales:
     def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
         """The encoding of rows `[row, row + n)` alone, of their `values` in FP32; `whole` is `encoding`'s."""
         here = slice(row, row + len(values))
-        amax, fits = self.amax[here], self.fits[here]
+        amax = self.amax[here]
         if self.global_scale is None:
             found = group_scales.int4_scales_of(values, amax, scratch)
         else:
             found = group_scales.nvfp4_scales_of(
                 values, amax, self.global_scale.value, scratch, divisor=self.global_scale.divides
             )
-        grid = torch.where(fits, self.candidate[here], found.float()).to(whole.scale_inv.dtype)
-        return replace(whole, scale_inv=grid)
+        return replace(whole, scale_inv=self._kept_or(found, whole.scale_inv.dtype, here))
+
+    def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Rows of the grid, as they are stored: scales that fit, and new ones."""
+        if self.carried is None:
+            return new.to(dtype)
+        return torch.where(self.fits[rows], self.candidate[rows], new.to(dtype).float()).to(dtype)
 
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
         """Update `into` with the largest magnitude of each block; NaN is ignored."""
@@ -132,24 +137,22 @@ class BlockScales:
 
     def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
         """The scales to encode with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to
-        such `numbers`, those of four bits are made as in `fp8/group_scales.py`. What `dtype` cannot hold does not fit
-        either."""
-        self.fits &= self.candidate.to(dtype).float() == self.candidate
+        such `numbers`, those of four bits are made as in `fp8/group_scales.py`, or, where it `searches`, left to
+        `searched`. What `dtype` cannot hold does not fit either."""
+        if self.carried is not None:
+            self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:
             self.take_global(self.amax.amax())
         if self.lowest is not None and self.highest is not None and self.zeros is not None:
             return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
-        if self.global_scale is not None and self.divides is not None:
-            new = group_scales.nvfp4_scales(self.amax, self.global_scale.value, divisor=self.divides)
+        if self.divides is not None or self.element == INT4:
+            new = self.candidate  # all of them fit, or others are searched
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
-        elif self.element == INT4:
-            new = group_scales.int4_scales(self.amax)
         else:
             asked = "powers of 2" if dtype.itemsize == 1 else numbers
             new = numerics.rounded_up(numerics.scale_inv(self.amax, self.element), asked)
-        grid = torch.where(self.fits, self.candidate, new.to(dtype).float())
-        return Encoding(self.element, grid.to(dtype), self.block, self.global_scale)
+        return Encoding(self.element, self._kept_or(new, dtype), self.block, self.global_scale)
 
     @property
     def needs_new_global(self) -> bool:
@@ -175,6 +178,11 @@ class BlockScales:
         grid = torch.where(self.fits, self.candidate, new)
         new_zeros = (lowest / new - 8).round().clamp(-8, 7)
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
+
+
+def _usable(grid: Tensor) -> Tensor:
+    """Which scales are positive numbers; NaN is none."""
+    return (grid > 0) & (grid < torch.inf)
 
 
 def _direction(scale: GlobalScale | None) -> bool | None:

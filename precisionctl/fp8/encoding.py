@@ -55,7 +55,7 @@ class Encoding:
     @property
     def multipliers(self) -> Tensor:
         """The FP32 grid of what codes are multiplied by, the global scale included."""
-        grid = self.scale_inv.float()
+        grid = _numbers(self.scale_inv)
         return self.global_scale.times(grid) if self.global_scale else grid
 
     def same(self, other: "Encoding") -> bool:
@@ -116,12 +116,14 @@ class Encoding:
 
     def _grid(self, row: int, rows: int) -> Tensor:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
-        grid = self._rows_of(self.scale_inv, row, rows).float()
+        grid = _numbers(self._rows_of(self.scale_inv, row, rows))
         return self.global_scale.times(grid) if self.global_scale else grid
 
     def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
         if len(grid) == 1:
             return grid
+        if self.block[0] == 1:
+            return grid[row : row + rows]
         stored = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid  # torch cannot index E8M0
         return stored[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
 
@@ -139,6 +141,11 @@ class Encoding:
         high, wide = grid_shape(rows, columns, block)
         by_block = _regrouped(self.multipliers, self.block[0], block[0], high)
         return _regrouped(by_block.t(), self.block[1], block[1], wide).t()
+
+
+def _numbers(grid: Tensor) -> Tensor:
+    """Stored scales in FP32."""
+    return numerics.code_values(grid) if grid.dtype == torch.float8_e4m3fn else grid.float()
 
 
 def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.nibbles import NibbleFormat
+from precisionctl.fp8.numerics import INTEGERS
 
 NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
 """Inputs that share a scale; INT4's as in the preset W4A16, others have 32 or 64."""
@@ -78,13 +79,19 @@ def least_error(
 
     A later one must be better by a thousandth than those before: the last bits of a sum depend on the machine.
     """
-    first, *others = candidates
-    best, least = first.float(), nibbles.squared_error(values, form, multipliers(first), scratch)
-    for stored in others:
-        error = nibbles.squared_error(values, form, multipliers(stored), scratch)
+    errors = nibbles.squared_errors(values, form, [multipliers(stored) for stored in candidates], scratch)
+    best, least = candidates[0], errors[0]
+    for stored, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < least * (1 - 2.0**-10)
-        best, least = torch.where(better, stored.float(), best), torch.where(better, error, least)
-    return best.to(first.dtype)
+        best, least = _chosen(better, stored, best), _chosen(better, error, least)
+    return best
+
+
+def _chosen(where: Tensor, there: Tensor, elsewhere: Tensor) -> Tensor:
+    """`torch.where`, by bits: ten times as fast where conditions are as good as random, as nothing is guessed."""
+    dtype = INTEGERS[there.dtype.itemsize]
+    bits, others = there.view(dtype), elsewhere.view(dtype)
+    return (others ^ ((others ^ bits) & -where.to(dtype))).view(there.dtype)
 
 
 def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch: Tensor, *, divisor: bool) -> Tensor:

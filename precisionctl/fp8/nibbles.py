@@ -5,14 +5,14 @@ Microscaling Formats (MX) 1.0, section 5.3.3, for E2M1; compressed-tensors' `pac
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.fp8.numerics import PIECE
+from precisionctl.fp8.numerics import INTEGERS, PIECE
 
 NibbleFormat = Literal["E2M1", "INT4"]
 """What a code of four bits stands for."""
@@ -25,7 +25,8 @@ NUMBERS: Mapping[NibbleFormat, tuple[float, ...]] = {
 """The number of each code. E2M1 has a negative zero, code 8."""
 
 SCRATCH = 3 * PIECE
-"""Elements of FP32 to work in: to encode E2M1 takes three buffers, and twenty calls of PyTorch for each piece."""
+"""Elements of FP32 to work in: what is made of them takes up to four buffers, and twenty calls of PyTorch for each
+piece."""
 
 
 def decode(packed: Tensor, form: NibbleFormat, scales: Tensor, values: Tensor, scratch: Tensor) -> None:
@@ -72,78 +73,78 @@ def encode_asymmetric(
 ) -> None:
     """`encode` of `values / scale + zero`; `zeros` as `decode_asymmetric` takes them."""
     filling = 2 * packed.shape[1] - values.shape[1]
-    for rows, (numbers, *others) in _bands(values, scratch, _BUFFERS[form]):
-        size = values[rows].numel()
-        numbers[:size].view(values[rows].shape).copy_(values[rows])
-        groups = numbers[:size].view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
+    for rows, (quotients, powers) in _bands(values, scratch, 2):
+        quotients.view(values[rows].shape).copy_(values[rows])
+        groups = quotients.view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
         if zeros is not None:
             groups.add_(zeros[rows].unsqueeze(-1))
-        codes = _ROUND[form](numbers[:size], *(buffer[:size] for buffer in others)).view(values[rows].shape)
+        codes = _to_int4(quotients) if form == "INT4" else _to_e2m1(quotients, powers) | _signs(values[rows]).view(-1)
+        codes = codes.view(values[rows].shape)
         packed[rows] = pack(F.pad(codes, (0, filling), value=NUMBERS[form].index(0.0)) if filling else codes)
 
 
 def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """Rows, and so many FP32 buffers that each have room for them; scratch that is too small for one row is not
-    used."""
+    """Rows, and so many FP32 buffers `[n]` of their size; scratch that is too small for one row is not used."""
     rows, columns = values.shape
     room = scratch.numel() // buffers
     work = scratch[: room * buffers] if room >= columns else scratch.new_empty(buffers * columns)
-    step = max(1, work.numel() // buffers // max(1, columns))
+    work = work.view(buffers, -1)
+    step = max(1, work.shape[1] // max(1, columns))
     for row in range(0, rows, step):
-        yield slice(row, row + step), work.view(buffers, -1).unbind()
+        yield slice(row, row + step), work[:, : min(step, rows - row) * columns].unbind()
 
 
-def squared_error(values: Tensor, form: NibbleFormat, scales: Tensor, scratch: Tensor) -> Tensor:
-    """What `encode` loses of `values` `[rows, columns]` in each group: the sum of the squared differences, FP32
-    `[rows, groups]`, of `scales`' shape."""
-    error = torch.empty_like(scales)
-    for rows, buffers in _bands(values, scratch, 3):
-        quotients, nearest, other = (buffer[: values[rows].numel()] for buffer in buffers)
-        quotients.view(values[rows].shape).copy_(values[rows])
-        groups = quotients.view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
+def squared_errors(values: Tensor, form: NibbleFormat, choices: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
+    """What `encode` loses of `values` `[rows, columns]` in each group, under each of several `scales`: sums of squared
+    differences, FP32 `[rows, groups]`."""
+    errors = [torch.empty_like(scales) for scales in choices]
+    for rows, (numbers, quotients, nearest, powers) in _bands(values, scratch, 4):
+        numbers.view(values[rows].shape).copy_(values[rows])
         if form == "E2M1":
-            _count_steps(quotients, nearest, other).sub_(other)
-            quotients.abs_()
-        else:
-            torch.round(quotients, out=nearest).clamp_(-8, 7)
-        quotients.sub_(nearest).square_()
-        torch.sum(groups, -1, out=error[rows])
-    return error.mul_(scales).mul_(scales)
+            numbers.abs_()
+        for scales, error in zip(choices, errors, strict=True):
+            shape = (*scales[rows].shape, -1)
+            torch.div(numbers.view(shape), scales[rows].unsqueeze(-1), out=quotients.view(shape))
+            if form == "E2M1":
+                _count_steps(quotients, powers, nearest).sub_(powers, alpha=_TO_HALF_ULP).clamp_(max=6)
+            else:
+                torch.round(quotients, out=nearest).clamp_(-8, 7)
+            torch.sum(quotients.sub_(nearest).square_().view(shape), -1, out=error[rows])
+    return [error.mul_(scales).mul_(scales) for scales, error in zip(choices, errors, strict=True)]
 
 
-_ONE, _SIX = 0x3F800000, 0x40C00000  # 1.0 and 6.0 in FP32
-_SIGN_OFF, _EXPONENT, _TO_HALF_ULP = 0x7FFFFFFF, 0x7F800000, 22 << 23
+_EXPONENT = 0x7F800000
+_TO_HALF_ULP = 2.0**22 + 1
 
 
-def _count_steps(values: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
-    """Round FP32 values to magnitudes of E2M1: these are `sums - powers`, two buffers of the same size. Returns sums.
+def _count_steps(magnitudes: Tensor, powers: Tensor, sums: Tensor) -> Tensor:
+    """Round magnitudes to those of E2M1, 8 and more for what is beyond 6: to `sums - _TO_HALF_ULP * powers`, exactly.
+    Returns sums; all are FP32 of one size.
 
-    To a magnitude, the power of two that is 2^22 times its own (at least that of 1) is added: the sum's last bit is
-    worth a step of E2M1 there, and the FPU rounds to it, ties to even. So the sum's low bits count steps, from 6 on.
+    To each, 2^22 times its power of two is added, which is one of E2M1's, 1 to 4: the sum's last bit is worth a step of
+    E2M1 there, and the FPU rounds to it, ties to even. So the sum's low bits count steps; from 2 on, as the power is
+    added once more.
     """
-    bits, exponents = sums.view(torch.int32), powers.view(torch.int32)
-    torch.bitwise_and(values.view(torch.int32), _SIGN_OFF, out=bits)
-    bits.clamp_(max=_SIX)
-    torch.bitwise_and(bits, _EXPONENT, out=exponents)
-    exponents.clamp_(min=_ONE).add_(_TO_HALF_ULP + 6)
-    return sums.add_(powers)
+    torch.bitwise_and(magnitudes.view(torch.int32), _EXPONENT, out=powers.view(torch.int32))
+    return torch.add(magnitudes, powers.clamp_(1, 4), alpha=_TO_HALF_ULP, out=sums)
 
 
-def _to_e2m1(values: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
-    """Codes, int32, of FP32 values, which are overwritten; the others are FP32 buffers of the same size. Below a power
-    of two above 1 there are two codes more than steps of its own; 6, and 2 * (127 + 22), are together 0 modulo 8."""
-    bits, signs = _count_steps(values, sums, powers).view(torch.int32), values.view(torch.int32)
-    bits.add_(powers.view(torch.int32).bitwise_right_shift_(22)).bitwise_and_(7)
-    return bits.bitwise_or_(signs.bitwise_right_shift_(28).bitwise_and_(8))
+def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
+    """Codes without signs, uint8, of FP32 values; both are overwritten. Each power of two above 1 has two codes more
+    below it than steps of its own; the 2 that are counted too much, and twice 127, are together 0 modulo 8."""
+    counts = _count_steps(values.abs_().clamp_(max=6), powers, values).view(torch.int32)
+    return counts.add_(powers.view(torch.int32).bitwise_right_shift_(22)).to(torch.uint8).bitwise_and_(7)
 
 
-def _to_int4(values: Tensor, *unused: Tensor) -> Tensor:
-    """Codes, int32, of FP32 values, which are overwritten. Where the last bit of a sum is worth 1, the FPU rounds."""
-    return values.clamp_(-8, 7).add_(1.5 * 2.0**23 + 8).view(torch.int32).bitwise_and_(15)
+def _signs(values: Tensor) -> Tensor:
+    """Of floating-point values, as codes of E2M1 have them: uint8, 8 for a minus."""
+    bits = values.view(INTEGERS[values.dtype.itemsize])
+    return bits.bitwise_right_shift(8 * values.dtype.itemsize - 4).to(torch.uint8).bitwise_and_(8)
 
 
-_ROUND: Mapping[NibbleFormat, Callable[..., Tensor]] = {"E2M1": _to_e2m1, "INT4": _to_int4}
-_BUFFERS: Mapping[NibbleFormat, int] = {"E2M1": 3, "INT4": 1}
+def _to_int4(values: Tensor) -> Tensor:
+    """Codes, uint8, of FP32 values, which are overwritten. Where the last bit of a sum is worth 1, the FPU rounds."""
+    return values.clamp_(-8, 7).add_(1.5 * 2.0**23 + 8).view(torch.int32).to(torch.uint8).bitwise_and_(15)
 
 
 def pack(codes: Tensor) -> Tensor:

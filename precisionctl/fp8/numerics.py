@@ -29,8 +29,9 @@ PIECE = 128 * 1024
 """Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a CPU core's cache."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_FP32_EXPONENT = 0x7F800000
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FP32_EXPONENT, _FP32_MANTISSA = 0x7F800000, 0x007FFFFF
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: the dtype that shows its bits."""
 
 
 def amax(values: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def underflows(values: Tensor, codes: Tensor) -> int:
     among the values.
     """
     zeros = _zeros(codes.view(torch.int8))
-    return zeros - _zeros(values.view(_INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
+    return zeros - _zeros(values.view(INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
 
 
 def _zeros(bits: Tensor) -> int:
@@ -91,7 +92,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
     """`row_amax`, and whether any value is NaN. Both come from one pass over the values."""
     # Without the sign bit, floats compare as their bits do as integers, and an integer maximum is four times as fast as
     # a floating-point amin and amax.
-    bits = values.view(_INTEGERS[values.dtype.itemsize])
+    bits = values.view(INTEGERS[values.dtype.itemsize])
     columns = bits.shape[1]
     room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
     largest = bits.new_empty(len(bits), 1)
@@ -253,9 +254,9 @@ def rounded_up(scales: Tensor, numbers: Numbers) -> Tensor:
 
 def power_of_2_above(scales: Tensor) -> Tensor:
     """Positive FP32 numbers rounded up to powers of two, within E8M0's range of 2**-127 to 2**127."""
-    mantissa, exponent = torch.frexp(scales)  # mantissas are in [1/2, 1)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.ldexp(torch.ones_like(scales), exponent.clamp(-127, 127))
+    bits = scales.view(torch.int32)
+    above = (bits + _FP32_MANTISSA & _FP32_EXPONENT).clamp(max=254 << 23)
+    return torch.where(bits <= 1 << 22, 1 << 22, above).view(torch.float32)  # 2**-127 is not a normal number
 
 
 def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
@@ -317,7 +318,7 @@ def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratc
 def code_values(codes: Tensor) -> Tensor:
     """The numbers that codes stand for before scaling, FP32, of the same shape and strides.
 
-    On a CPU E4M3 codes are looked up in a table of 256 values, five times as fast as PyTorch's own cast.
+    On a CPU E4M3 codes are looked up in a table, seven times as fast as PyTorch's own cast.
     """
     if not codes.is_cpu or codes.dtype == torch.float8_e5m2:
         return codes.float()
@@ -331,12 +332,20 @@ def code_values(codes: Tensor) -> Tensor:
 
 
 def _look_up(codes: Tensor, values: Tensor, scratch: Tensor) -> None:
-    """Write the numbers of a tile of codes into FP32 `values`; both are contiguous."""
-    index = scratch.view(torch.int32)[: codes.numel()].copy_(codes.view(-1).view(torch.uint8))
-    torch.index_select(_table(codes.dtype, codes.device), 0, index, out=values.view(-1))
+    """Write the numbers of a tile of codes into FP32 `values`; both are contiguous. Two at a time, where there are two
+    for each: an FP64 is only copied, so it may be any two FP32."""
+    flat, into = codes.view(-1), values.view(-1)
+    if any(each.numel() % 2 or each.storage_offset() % 2 for each in (flat, into)):
+        into.copy_(flat)
+        return
+    index = scratch.view(torch.int32)[: flat.numel() // 2].copy_(flat.view(torch.uint16))
+    torch.index_select(_pairs(codes.dtype, codes.device), 0, index, out=into.view(torch.float64))
 
 
 @functools.cache
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """By two codes as one number, theirs in FP32 as one FP64."""
     with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
-        return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
+        numbers = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
+        both = torch.stack([numbers.expand(256, -1), numbers.view(-1, 1).expand(-1, 256)], -1)
+        return both.view(torch.float64).view(-1)

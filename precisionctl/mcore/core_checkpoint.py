@@ -16,6 +16,7 @@ from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
+from precisionctl.trainer.saved.loading import balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 _CONTENT = {
@@ -63,6 +64,7 @@ def save(
     output, sizes = Output(out / directory_name(run.step)), run.recipe.parallel
     cut = Parallelism(sizes.tensor, sizes.pipeline, expert=sizes.expert, virtual=sizes.virtual)
     args = training_args(run.recipe, run.schedule, run.position)
+    args |= balance_args(run.balance) if run.model.moe else {}
     state: dict[str, Any] = {
         "args": argparse.Namespace(**saved_args(args, run.model, specs, cut, run.step, "torch_dist")),
         "checkpoint_version": 3.0,
@@ -74,7 +76,8 @@ def save(
         if run.world.first:
             output.begin()
             schedule = asdict(run.schedule) if run.schedule else None
-            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, asdict(run.skipped)))
+            skipped, balance = asdict(run.skipped), asdict(run.balance)
+            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, skipped, balance))
         run.world.barrier()
         model = _sharded_model(run)
         state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}

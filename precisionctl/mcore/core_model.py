@@ -15,9 +15,13 @@ from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
+from precisionctl.trainer.model.router_losses import Balance
+from precisionctl.trainer.saved.loading import balance_args
 
 
-def make_config(model: ModelShape, recipe: Recipe, *, te: bool, dtype: torch.dtype, equal_rows: bool) -> Any:
+def make_config(
+    model: ModelShape, recipe: Recipe, balance: Balance, *, te: bool, dtype: torch.dtype, equal_rows: bool
+) -> Any:
     """The TransformerConfig that Megatron-LM makes of this model's arguments (core_transformer_config_from_args), with
     the recipe's parallel sizes and FP8. With `te` layers are Transformer Engine's."""
     from megatron.core.activations import quick_gelu, squared_relu
@@ -42,8 +46,7 @@ def make_config(model: ModelShape, recipe: Recipe, *, te: bool, dtype: torch.dty
         "activation_func": activation,
         "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) or (te and bool(args["swiglu"])),
         "moe_grouped_gemm": te and model.moe is not None,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_bias_update_rate": 0.0,
+        **balance_args(balance),
         "moe_token_dispatcher_type": "alltoall",
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,

@@ -19,6 +19,7 @@ from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
+from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.optimizer.adamw import learning_rate
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps
@@ -34,6 +35,7 @@ class CoreRun:
     rows: Rows | Blend
     world: CoreWorld
     schedule: MegatronSchedule | None
+    balance: Balance
     te: bool
     dtype: torch.dtype = torch.bfloat16
     step: int = 0
@@ -55,7 +57,9 @@ class CoreRun:
         recipe, settings = self.recipe, self.recipe.optimizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.feed = Feed(self.rows, recipe.train, self.device, rank=self.world.data_rank, ranks=self.world.data_count)
-        config = make_config(self.model, recipe, te=self.te, dtype=self.dtype, equal_rows=self.rows.has_equal_rows)
+        config = make_config(
+            self.model, recipe, self.balance, te=self.te, dtype=self.dtype, equal_rows=self.rows.has_equal_rows
+        )
         numbers = range(recipe.parallel.virtual) if recipe.parallel.virtual > 1 else [None]
         made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
         grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)

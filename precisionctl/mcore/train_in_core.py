@@ -30,6 +30,7 @@ from precisionctl.trainer.data import OnTokens
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space
+from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
 from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
@@ -57,6 +58,7 @@ def resume(
         with core_world(ranks, recipe) as world:
             plan = plan_run(settings, recipe, ranks.count)
             check_model(plan.model, recipe)
+            check_balance(plan.balance)
             with locked(plan.out, world):
                 return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
 
@@ -69,7 +71,9 @@ def dry_run(settings: Settings) -> DryRun:
         check_model(model, recipe)
         return look_ahead_in_core(model, recipe, backend, ranks)
 
-    return run_plan.dry_run(settings, look_ahead)
+    dry = run_plan.dry_run(settings, look_ahead)
+    check_balance(dry.plan.balance)
+    return dry
 
 
 def require_core() -> None:
@@ -138,6 +142,15 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
             raise RecipeError(f"{number} {what} cannot be divided into {ways}", do="Choose other [parallel] sizes.")
 
 
+def check_balance(balance: Balance) -> None:
+    """Raise RecipeError for a loss of routers that Megatron-Core does not have."""
+    if balance.pooled_loss:
+        raise RecipeError(
+            "router.pooled_loss is transformers' loss of all layers together, and Megatron-Core has one of each layer",
+            do=f"Give --set router.pooled_loss=0 --set router.aux_loss={balance.pooled_loss:g}.",
+        )
+
+
 def _train(
     plan: RunPlan,
     ranks: Ranks,
@@ -154,7 +167,7 @@ def _train(
     rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
     identity = plan.identity_with(rows.fingerprint)
     newest = run_folder.newest(plan.out)
-    run = CoreRun(recipe, plan.model, rows, world, plan.schedule, te=plan.backend == "te")
+    run = CoreRun(recipe, plan.model, rows, world, plan.schedule, plan.balance, te=plan.backend == "te")
     if newest:
         _continue(run, newest, identity, plan)
     else:
@@ -216,6 +229,7 @@ def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
     yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
+    yield from loading.balance_notes(plan.model, plan.balance)
     overrides = plan.settings.overrides
     yield from loading.loading_notes(plan.recipe, plan.schedule, plan.source, plan.skipped, overrides)
     if plan.recipe.train.async_save:

@@ -44,8 +44,8 @@ def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[st
             for name, why in reasons.items():
                 if fnmatchcase(name.removesuffix(".weight"), pattern):
                     raise RecipeError(
-                        f"{pattern!r} fits no weight that could be FP8, but `{name}`: {why}",
-                        do="Leave it out: that stays as it is. `inspect` says what an export makes of each matrix.",
+                        f"{pattern!r} names `{name}`, which never becomes codes: it is {why}",
+                        do="Leave the pattern out: engines read such tensors as values.",
                     )
             raise RecipeError(
                 f"no weight of a linear is called {pattern!r}",

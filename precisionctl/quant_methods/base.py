@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import precisionctl.quant_methods
-from precisionctl.discover import discover
+from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
@@ -286,9 +286,8 @@ def sibling(weight: str, kind: str) -> str:
 
 
 def quant_methods() -> dict[str, QuantMethod]:
-    """Every method in this folder, by its name in config.json."""
-    methods: list[QuantMethod] = discover(precisionctl.quant_methods, "QUANT_METHOD")
-    return {method.name: method for method in methods}
+    """Every method in this folder, and of plug-ins, by its name in config.json."""
+    return discover_names(precisionctl.quant_methods, "QUANT_METHOD", QuantMethod, lambda method: [method.name])
 
 
 _OTHERWISE = {

@@ -1,5 +1,6 @@
 """Recipe: what a run does, from one TOML file with the sections [precision], [train], [data], [optimizer], [schedule],
-[parallel], [guard] and [tracking]. Unknown keys are errors. Every key has a default, so a file has only what differs.
+[router], [parallel], [guard] and [tracking]. Unknown keys are errors. Every key has a default, so a file has only what
+differs.
 """
 
 from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, recipe_of
@@ -9,6 +10,7 @@ from precisionctl.recipe.sections import (
     Optimizer,
     ParallelSettings,
     Recipe,
+    RouterSettings,
     Schedule,
     Share,
     Tracking,
@@ -21,6 +23,7 @@ __all__ = [
     "Optimizer",
     "ParallelSettings",
     "Recipe",
+    "RouterSettings",
     "Schedule",
     "Share",
     "Tracking",

@@ -7,9 +7,10 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from precisionctl.errors import RecipeError, nearest
 from precisionctl.recipe.sections import Recipe
@@ -143,6 +144,10 @@ def _value(hint: Any, value: Any, key: str, where: object) -> Any:
         return tuple(_make(item, table, f"{key}.", where) for table in value)
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
+    if get_origin(hint) is Union:
+        for each in get_args(hint):
+            with suppress(RecipeError):
+                return _value(each, value, key, where)
     if hint is float and type(value) is int and abs(value) < 1 << 63:
         return float(value)
     if type(value) is hint:  # not isinstance: true is no integer here
@@ -160,6 +165,8 @@ def _words(hint: Any) -> str:
     """A type in words, for an error."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is Union:
+        return " or ".join(map(_words, get_args(hint)))
     if isinstance(hint, GenericAlias):
         return "a list of tables" if _item(hint) else "a list of strings"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}

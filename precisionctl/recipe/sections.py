@@ -143,6 +143,31 @@ class Schedule:
         _require("schedule", self, warmup_steps=FROM_0, decay_steps=FROM_0, min_ratio=SHARE)
 
 
+Coefficient = float | Literal["checkpoint"]
+"""A number, or what the checkpoint says."""
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What keeps the loads of experts even: coefficients of losses, and the rate of DeepSeek's bias update; 0 is off
+    (`trainer/model/router_losses.py`, which has the formulas, as Balance)."""
+
+    pooled_loss: Coefficient = "checkpoint"
+    """transformers' load-balancing loss, of all layers together."""
+    aux_loss: Coefficient = "checkpoint"
+    """Megatron's, of each layer in a micro-batch."""
+    seq_aux_loss: Coefficient = "checkpoint"
+    """Of each layer in a row."""
+    global_aux_loss: Coefficient = "checkpoint"
+    """Of each layer in an update."""
+    z_loss: Coefficient = "checkpoint"
+    bias_update_rate: Coefficient = "checkpoint"
+
+    def __post_init__(self) -> None:
+        said = {key: FROM_0 for key, value in vars(self).items() if value != "checkpoint"}
+        _require("router", self, **said)
+
+
 @dataclass(frozen=True)
 class ParallelSettings:
     """How a model is distributed over the ranks of torchrun."""
@@ -230,6 +255,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    router: RouterSettings = field(default_factory=RouterSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
     tracking: Tracking = field(default_factory=Tracking)

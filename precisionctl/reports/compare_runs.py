@@ -80,13 +80,15 @@ class RunComparison:
         how = "Further than" if beyond else "Within"
         return f"{how} {limit:.2%} of {self.curves[0].name} over the last {self.last} steps: {gaps}."
 
-    def as_json(self) -> dict[str, Any]:
-        """Gaps as ratios, not percents."""
+    def as_json(self, limit: float | None = None) -> dict[str, Any]:
+        """Gaps as ratios, not percents. `within` is the verdict of a gate at `limit`; both are null without one."""
         runs = [asdict(gap) for gap in self.gaps]
         shadows = [asdict(look) for look in self.looks]
         return {
             "against": self.curves[0].name,
             "mean_over_last": self.last,
+            "limit": limit,
+            "within": None if limit is None else not self.beyond(limit),
             "runs": runs,
             "shadows": shadows,
             "settings": {name: [*values] for name, values in self.settings.items()},

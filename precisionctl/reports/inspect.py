@@ -50,6 +50,7 @@ def describe(reader: Reader) -> Description:
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "parts": _parts(reader) if model and model.wrapper else None,
+        "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": model.described() if model else None,
@@ -57,6 +58,25 @@ def describe(reader: Reader) -> Description:
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
+
+
+_SIZES = {
+    "tensor": ("tp", "tensor_model_parallel_size"),
+    "pipeline": ("pp", "pipeline_model_parallel_size"),
+    "virtual": ("vpp", "virtual_pipeline_model_parallel_size"),
+    "first_layers": ("first-stage-layers", "decoder_first_pipeline_num_layers"),
+    "last_layers": ("last-stage-layers", "decoder_last_pipeline_num_layers"),
+    "expert": ("ep", "expert_model_parallel_size"),
+    "expert_tensor": ("etp", "expert_tensor_parallel_size"),
+}
+"""Fields of a Parallelism: the option of `convert` for each, and Megatron's argument."""
+
+
+def _cut(reader: Reader) -> dict[str, int] | None:
+    """The parallel sizes for which a Megatron checkpoint says that it was written, as far as it does."""
+    if not of_megatron(reader):
+        return None
+    return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
 
 
 def _parts(reader: Reader) -> dict[str, dict[str, int]]:
@@ -206,6 +226,7 @@ def summary(description: Description) -> Table:
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
+        *([("cut for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
@@ -240,6 +261,12 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
     ]
+
+
+def _cut_words(cut: Mapping[str, int]) -> str:
+    """Parallel sizes as `convert` takes them."""
+    words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size > 1 or field.endswith("layers")]
+    return " ".join(words) or ("one rank" if cut else "not said")
 
 
 def _optimizer_words(optimizer: Description | None) -> str:

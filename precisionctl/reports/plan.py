@@ -1,9 +1,12 @@
 """A plan for people: what a conversion will do, one line for parameters whose names differ only in numbers."""
 
+from collections.abc import Sequence
 from itertools import islice
 
+from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.model_shape import UntabledModel
+from precisionctl.param import ONE_RANK, STATE
 from precisionctl.planning.checks import without_numbers
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.reports.table import Table, size
@@ -38,5 +41,40 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
     named = "parameter" if isinstance(plan.model, UntabledModel) else "Megatron parameter"
     return [
         Table(title, (named, "count", "reads", "writes", "dtype", "bytes"), rows),
+        *([_stages(plan)] if plan.parallelism != ONE_RANK else []),
         Table("", ("", ""), cost),
     ]
+
+
+def _stages(plan: Plan) -> Table:
+    """How the weights are cut: for each pipeline rank its layers, and what each of its GPUs holds of them."""
+    sizes, last = plan.parallelism, plan.parallelism.pipeline - 1
+    layers: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    for number, count in enumerate(sizes.layers_of_stages(plan.model.num_layers)):
+        first = sum(map(len, layers))
+        layers[number % sizes.pipeline] += range(first, first + count)
+    held = [0] * sizes.pipeline
+    for name, spec in plan.text.targets.items():
+        if name.startswith(STATE):
+            continue
+        of_expert = expert_of(name) is not None
+        cut = 1 if spec.parallel.kind == "replicated" else of_expert and sizes.expert_tensor or sizes.tensor
+        share = spec.nbytes // cut // (sizes.expert if of_expert else 1)
+        if layer := layer_of(name):
+            held[next(rank for rank, theirs in enumerate(layers) if layer[0] in theirs)] += share
+        elif "embedding." not in name:
+            held[last] += share
+        else:
+            held[0] += share
+            held[last] += share if plan.model.tied_embeddings and last else 0  # the output layer's copy
+    rows = [(str(rank), _ranges(layers[rank]), size(held[rank])) for rank in range(sizes.pipeline)]
+    by_expert = f", {sizes.expert} of experts" if sizes.expert > 1 else ""
+    title = f"Cut for {sizes.pipeline} pipeline x {sizes.tensor} tensor-parallel ranks{by_expert}"
+    return Table(title, ("pipeline rank", "layers", "weights on each GPU"), rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 8-11`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(f"{start}-{end}" if start < end else f"{start}" for start, end in zip(starts, ends, strict=True))

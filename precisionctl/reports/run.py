@@ -2,11 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent, size
+from precisionctl.trainer.data.corpus import Corpus
+from precisionctl.trainer.data.megatron import BIN, IDX, LEARNED
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.measure.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
@@ -106,6 +109,19 @@ def ending(finished: Finished) -> list[str]:
     return [
         f"Stopped by {why} at step {finished.step}; {finished.checkpoint} holds it.",
         "The same command continues from there.",
+    ]
+
+
+def corpus(made: Corpus, out: Path) -> list[str]:
+    """What was tokenized, and what to do with it."""
+    if made.signal:
+        return [f"Stopped by {made.signal}.", "The same command continues from there."]
+    of_them = "" if made.learned is None else f", of which {made.learned:,} are to be learned ({out}{LEARNED})"
+    masked = [] if made.learned is None else ["Megatron has no place for what is to be learned, and learns all tokens."]
+    return [
+        f"Wrote {out}{BIN} and {out}{IDX}: {made.documents:,} documents, {made.tokens:,} tokens{of_them}.",
+        *made.notes,
+        *masked,
     ]
 
 

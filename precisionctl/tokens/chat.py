@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -49,8 +50,13 @@ class ChatTemplate:
         """The template of a tokenizer. Raises DataError if it has none; `where` is the data that needs it."""
         try:
             return cls(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
-        except ValueError as error:
-            raise DataError(f"the checkpoint's tokenizer has no chat template: {error}", where=where) from None
+        except ValueError:
+            raise DataError(
+                "the checkpoint's tokenizer has no chat template, which says how a conversation becomes text",
+                where=where,
+                do="Copy chat_template.jinja of the chat model whose form you want beside the tokenizer; or give "
+                "`prompt` and `completion` in place of `messages`.",
+            ) from None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -75,9 +81,14 @@ class ChatTemplate:
             made = render_jinja_template(
                 [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
             )
+        except TemplateSyntaxError as error:
+            what = f"the chat template is no Jinja: {error} (its line {error.lineno})"
+            raise DataError(what, where=where, do="Mend chat_template.jinja, or copy it again.") from None
         except Exception as error:  # a template is a program (in a sandbox) and may raise anything
             problem = str(error) or type(error).__name__
-            raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where) from None
+            own = "These are the template's own words: change the conversation, or the template (chat_template.jinja)."
+            do = own if isinstance(error, TemplateError) else ""
+            raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where, do=do) from None
         texts, marks = made
         return texts[0], marks[0] if self.marks else []
 

@@ -56,10 +56,30 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
             _cut(folder / name, lambda key, _: key in _OF_THE_TOKENIZER or key.endswith("_token"))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file can make the libraries raise nearly anything
-        raise DataError(f"the checkpoint's tokenizer does not load: {error or type(error).__name__}") from None
+        raise _in_our_words(error, folder) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(tokenizer.eos_token_id, int):
         raise DataError("the checkpoint's tokenizer has no end-of-text token", do="Set eos_token in its config.")
     return tokenizer
+
+
+def _in_our_words(error: Exception, folder: Path) -> DataError:
+    """What keeps a tokenizer from being loaded, and what helps."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_bytes())
+        except ValueError as broken:
+            what = f"the checkpoint's tokenizer does not load: {file.name} is no JSON: {broken}"
+            return DataError(what, do="Copy that file again; it may have been cut off.")
+    said = " ".join(str(error).split()) or "nothing"
+    what = f"the checkpoint's tokenizer does not load: {type(error).__name__}, transformers says: {said}"
+    if not (folder / "tokenizer.json").exists() and ("sentencepiece" in said or "tiktoken" in said):
+        return DataError(
+            "the checkpoint's tokenizer does not load: it has no tokenizer.json, and its other files need a package "
+            "that is not installed",
+            do="pip install sentencepiece tiktoken; or let transformers' save_pretrained write a tokenizer.json, where "
+            "it loads.",
+        )
+    return DataError(what)
 
 
 def _cut(file: Path, keeps: Callable[[str, Any], bool]) -> None:

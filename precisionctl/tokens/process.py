@@ -29,10 +29,11 @@ class Ended(Exception):
 
 
 class Process:
-    """A process that runs `work.main`. Raises EnvironmentProblem if it does not start."""
+    """A process that runs `work.main`. Raises EnvironmentProblem if it does not start. With `one_core` the tokenizers
+    library makes no threads."""
 
-    def __init__(self) -> None:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    def __init__(self, *, one_core: bool = False) -> None:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ({"TOKENIZERS_PARALLELISM": "false"} if one_core else {})
         paths = [path or os.getcwd() for path in sys.path]
         with tempfile.TemporaryFile() as errors:
             self._popen = subprocess.Popen(

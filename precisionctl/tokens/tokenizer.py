@@ -39,6 +39,9 @@ _FILES = (
 )
 """The files that transformers reads a tokenizer from. There is no code among them."""
 
+_WITH_TOKENS = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json")
+"""Those that have the tokens. Without any of them transformers makes a tokenizer that knows no word."""
+
 _PACKAGES = ("transformers", "tokenizers")
 
 _FEW, _MANY = 1 << 16, 32
@@ -75,10 +78,12 @@ class Tokenizer:
     memory, and for text that it refuses.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], *, one_core: bool = False) -> None:
+        """With `one_core` the process uses no more, for several of them beside one another."""
         self._files = {name: files[name] for name in sorted(files) if any(fnmatchcase(name, each) for each in _FILES)}
         self._process: Process | None = None
-        self._end: int | None = None
+        self._known: _Known | None = None
+        self._one_core = one_core
 
     @property
     def key(self) -> str:
@@ -91,15 +96,23 @@ class Tokenizer:
     @property
     def end(self) -> int:
         """The end-of-text token."""
-        if self._end is None:
+        return self._loads().end
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that it knows, added ones included."""
+        return self._loads().size
+
+    def _loads(self) -> "_Known":
+        if self._known is None:
             self.check()
-        assert self._end is not None
-        return self._end
+        assert self._known is not None
+        return self._known
 
     def check(self) -> None:
         """Start the process and load the files, unless that is done."""
         if self._process is None or not self._process.runs:
-            self._end = self._loaded()
+            self._known = self._loaded()
 
     def texts(self, pieces: Sequence[TextPiece]) -> list[NDArray[np.int32]]:
         """The tokens of each text, int32 `[tokens]`, with the tokenizer's special tokens."""
@@ -146,13 +159,18 @@ class Tokenizer:
             self._process.close()
             self._process = None
 
-    def _loaded(self) -> int:
-        """Start the process and load the files. Returns the end-of-text token."""
-        size, named = sum(map(len, self._files.values())), ", ".join(self._files) or "no tokenizer files"
-        do = "Put its files beside config.json, which in a Megatron checkpoint is in precisionctl/hf."
+    def _loaded(self) -> "_Known":
+        """Start the process and load the files."""
+        size, named = sum(map(len, self._files.values())), ", ".join(self._files)
+        do = (
+            "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
+            "config.json is; in a Megatron checkpoint that is precisionctl/hf."
+        )
+        if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
+            raise DataError("the checkpoint has no tokenizer", where=named, do=do)
         if size > LARGEST:
             raise DataError(f"a tokenizer of {size >> 20} MB, as none is", where=named, do=do)
-        process = Process()
+        process = Process(one_core=self._one_core)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
@@ -166,7 +184,7 @@ class Tokenizer:
             process.close()
             raise
         self._process = process
-        return end
+        return _Known(end, int(reply.fields["size"]))
 
     def _answers(
         self, do: str, fields: Mapping[str, Any], parts: Sequence[bytes], queries: "Sequence[_Query]"
@@ -174,6 +192,13 @@ class Tokenizer:
         self.check()
         assert self._process
         return _fetched(self._process, {**fields, "do": do}, parts, queries)
+
+
+class _Known(NamedTuple):
+    """The end-of-text token, and the number of tokens."""
+
+    end: int
+    size: int
 
 
 class _Query(NamedTuple):
@@ -187,9 +212,9 @@ class _Query(NamedTuple):
 
 
 @contextmanager
-def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
+def open_tokenizer(companions: Companions, *, one_core: bool = False) -> Iterator[Tokenizer]:
     """A context with a checkpoint's tokenizer, at whose end its process ends."""
-    tokenizer = Tokenizer(companions.files)
+    tokenizer = Tokenizer(companions.files, one_core=one_core)
     try:
         yield tokenizer
     finally:

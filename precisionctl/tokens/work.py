@@ -45,7 +45,7 @@ def main() -> None:
         nonlocal tokenizer
         tokenizer = loads.load(Path(fields["folder"]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        yield {"end": tokenizer.eos_token_id}, []
+        yield {"end": tokenizer.eos_token_id, "size": len(tokenizer)}, []
 
     def samples(fields: PacketFields, parts: Parts) -> Answers:
         """For each sample the token ids, and whether each is learned."""

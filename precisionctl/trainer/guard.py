@@ -119,7 +119,7 @@ class Guard:
         micro_batch_size = run.recipe.train.micro_batch_size
         held_out = held_out_loss(run.model, run.held_out, micro_batch_size) if run.held_out else None
         with run.model.recorded_by(Recorder(Precision(fp8=False), run.device, run.world)):
-            loss = float(accumulate_gradients(run, batches, targets)) / targets
+            loss = float(accumulate_gradients(run, batches, targets)[0]) / targets
             gradients = run.optimizer.take_gradients()
             both = None
             if run.held_out and held_out is not None:

@@ -75,8 +75,9 @@ def train(
 class Update:
     """An optimizer step that has been queued on the device.
 
-    `numbers`, FP32, are its summed loss, the norm of its gradients and, if FP8 was watched, `Fp8Health.fractions`. If
-    loss or norm is not finite, the step was skipped. `targets` is the number of tokens that the loss is summed over.
+    `numbers`, FP32, are its summed loss, the norm of its gradients, the routers' summed losses and, if FP8 was watched,
+    `Fp8Health.fractions`. If loss or norm is not finite, the step was skipped. `targets` is the number of tokens that
+    losses are summed over.
     """
 
     step: int
@@ -111,7 +112,9 @@ class StepReporter:
         if update is None:
             return math.nan
         run = self._run
-        total, norm, *health = update.numbers.read()
+        total, norm, *others = update.numbers.read()
+        names = run.model.router_losses.names if run.model.router_losses else ()
+        router, health = others[: len(names)], others[len(names) :]
         loss, seconds = total / update.targets, update.begun.seconds_until(update.ended)
         run.skipped.count(update.step, loss, norm, run.recipe.train.max_skipped)
         metrics = StepMetrics(
@@ -125,6 +128,7 @@ class StepReporter:
             held_out_loss=update.held_out_loss,
             fp8=update.fp8,
             shadow=update.shadow,
+            router={name: summed / update.targets for name, summed in zip(names, router, strict=True)},
             cost=update.cost.finish(seconds, health),
             skipped=run.skipped.running or None,
         )
@@ -155,7 +159,8 @@ def _measured_update(run: Run) -> Update:
 
 
 def update(run: Run) -> tuple[Tensor, int]:
-    """One optimizer step. Returns its summed loss and the norm of its gradients, FP32 `[2]`, and the number of targets.
+    """One optimizer step. Returns its summed loss, the norm of its gradients and the summed losses of the routers, FP32
+    `[2 + losses]`, and the number of targets.
 
     If loss or norm is not finite (on all ranks alike), weights and optimizer are left as they are, but the step counts.
     That is decided on the device, so that the host does not wait.
@@ -164,12 +169,14 @@ def update(run: Run) -> tuple[Tensor, int]:
     run.meter.count(batches)
     if run.guard:
         run.guard.before_gradients(run, batches, targets)
-    total = accumulate_gradients(run, batches, targets)
+    total, *router = accumulate_gradients(run, batches, targets)
     if run.guard:
         run.guard.after_gradients(run, lambda: float(total) / targets)
-    numbers = torch.stack([total, run.optimizer.clip()])
+    numbers = torch.stack([total, run.optimizer.clip(), *router])
     skip = ~numbers.isfinite().all()
     run.optimizer.step(run.learning_rate(run.step + 1), skip)
+    if run.model.router_losses:
+        run.model.router_losses.update_biases(skip)
     run.model.backend.forget_infinite(skip)
     if run.recorder:
         run.recorder.forget_infinite(skip)
@@ -180,22 +187,26 @@ def update(run: Run) -> tuple[Tensor, int]:
 
 def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
     """Forward and backward of an update's micro-batches; the optimizer collects the sum of their gradients. Returns
-    their loss summed over the targets of all ranks, FP32 `[]`. `targets` is the number of these targets."""
-    total = torch.zeros((), device=run.device)
+    their loss, and those of the routers, summed over the targets of all ranks, FP32 `[1 + losses]`. `targets` is the
+    number of these targets."""
+    total, losses = torch.zeros((), device=run.device), run.model.router_losses
+    if losses:
+        losses.begin_update()
     with run.model.backend.same_weights() if run.casts_once(len(batches)) else nullcontext():
         for number, batch in enumerate(batches, start=1):
             with run.meter.last_pass() if number == len(batches) else nullcontext():
                 total += backward(run.model, batch, targets)
             run.optimizer.collect()
     run.optimizer.reduce(run.world)
-    return run.world.sum_over_data_ranks(total)
+    return run.world.sum_over_data_ranks(torch.cat([total[None], *([losses.sums] if losses else [])]))
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
-    """Forward and backward of a micro-batch; gradients are those of its summed loss divided by the update's `targets`.
-    Returns the summed loss, FP32 `[]`."""
-    total = summed_loss(model, batch)
-    (total / targets).backward()  # type: ignore[no-untyped-call]
+    """Forward and backward of a micro-batch; gradients are those of its summed loss and of the routers', divided
+    by the update's `targets`. Returns the summed loss without the routers', FP32 `[]`."""
+    total, losses = summed_loss(model, batch), model.router_losses
+    of_routers = losses.end_pass(batch.targets) if losses else 0.0
+    ((total + of_routers) / targets).backward()  # type: ignore[no-untyped-call]
     return total.detach()
 
 

@@ -200,7 +200,9 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
-    gpt = GPT(model, recipe.precision, setup.backend, torch.bfloat16, device, world=setup.world, recompute=recompute)
+    gpt = GPT(
+        model, recipe.precision, setup.backend, torch.bfloat16, device, setup.world, recompute, balance=setup.balance
+    )
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
         optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=setup.backend == "te")
@@ -260,5 +262,6 @@ def _notes(setup: _Setup, run: Run) -> Iterator[str]:
     if setup.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
         yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in setup.skipped else how}"
+    yield from loading.balance_notes(setup.model, setup.balance)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

@@ -20,6 +20,7 @@ from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.data.rows import check_there
 from precisionctl.trainer.measure.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
@@ -31,7 +32,8 @@ from precisionctl.trainer.settings import Settings, check_length, read_recipe
 @dataclass(frozen=True)
 class RunPlan:
     """A run without its data. `load` and `skipped` say what is loaded from the `source`, and `plan` how its tensors
-    become the model's. `schedule` is the source's if the run continues it, and `known` the FP8 state to start from."""
+    become the model's. `schedule` is the source's if the run continues it, `known` the FP8 state to start from, and
+    `balance` what keeps the loads of experts even."""
 
     settings: Settings
     recipe: Recipe
@@ -43,6 +45,7 @@ class RunPlan:
     schedule: MegatronSchedule | None
     backend: BackendName
     known: KnownState
+    balance: Balance
 
     @property
     def model(self) -> ModelShape:
@@ -87,7 +90,8 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
-    return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known)
+    balance = loading.balance_of(source, recipe.router)
+    return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
 
 
 def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:

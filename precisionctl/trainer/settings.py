@@ -118,13 +118,14 @@ def read_rows(
     return rows
 
 
-def check_length(recipe: Recipe, model: ModelShape) -> None:
-    """Raise RecipeError for rows longer than the model's positions, or than the keys that sparse attention chooses."""
+def check_length(recipe: Recipe, model: ModelShape, option: str = "--set data.sequence_length=") -> None:
+    """Raise RecipeError for rows longer than the model's positions, or than the keys that sparse attention chooses.
+    `option` is how the length is given."""
     longest, of_what = model.max_position_embeddings, "the model's"
     if model.dsa and model.dsa.topk < longest:
         longest, of_what = model.dsa.topk, "what the trainer computes of sparse attention:"
     if recipe.data.sequence_length > longest:
         raise RecipeError(
             f"data.sequence_length {recipe.data.sequence_length} is beyond {of_what} {longest}",
-            do=f"Give --set data.sequence_length={longest}.",
+            do=f"Give {option}{longest}.",
         )

@@ -123,3 +123,23 @@ def test_torchtitans_weights_and_moments_are_its_own_adapters_to_the_last_bit(
     live = torch.load(tmp_path / "live.pt")
     expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
     assert_same(read_by_torch(tmp_path / "back", expected), expected)
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
+def test_what_verl_saves_of_fsdp_1_and_2_is_what_the_run_held(tmp_path: Path, ranks: int, tied: bool) -> None:
+    """FSDP 1 trains the same bits as FSDP 2, which can say what it holds. Of four ranks two are a replica."""
+    versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
+    also = "accelerate peft omegaconf tensordict".split()
+    python = environments.python_with(
+        "verl", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "verl==0.9.1")
+    )
+    kinds = ("fsdp2", "fsdp1", "fsdp1-orig")
+    for kind in kinds:
+        run_ranks(python, ranks, "verl_save.py", tmp_path, kind, TIED=str(int(tied)))
+    live = torch.load(tmp_path / "fsdp2" / "live.pt")
+    moments = {kind: {name: state[kind] for name, state in live["state"].items()} for kind in ("exp_avg", "exp_avg_sq")}
+    expected = as_state_dict(live["model"], **moments)
+    for kind in kinds:
+        run, back = tmp_path / kind / "global_step_2" / "actor", tmp_path / f"{kind}-back"
+        conversions.run(run, back, "hf", container="dcp", verify=True)
+        assert_same(read_by_torch(back, expected), expected)

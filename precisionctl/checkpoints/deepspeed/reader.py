@@ -1,19 +1,15 @@
 """DeepSpeed's checkpoints as a Reader: FP32 masters, and AdamW's moments, under Hugging Face's names."""
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
-from precisionctl.checkpoints.deepspeed.states import SavedStates, has_model_states
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.deepspeed.states import has_model_states
 from precisionctl.checkpoints.deepspeed.universal import is_universal, read_universal
 from precisionctl.checkpoints.deepspeed.zero import read_zero
-from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
-from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
-from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.checkpoints.saved_states import SavedStatesReader
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
@@ -46,7 +42,7 @@ def recognise(path: Path) -> bool:
     return directory_of(path) is not None or any(map(has_model_states, path.glob("global_step*")))
 
 
-class DeepSpeedReader(TrainerDirectory):
+class DeepSpeedReader(SavedStatesReader):
     """A checkpoint of DeepSpeed. Opening one reads the pickles of all ranks, and no tensors.
 
     Raises DamagedCheckpoint where files contradict each other, UnsafePickle, and CheckpointError for a checkpoint that
@@ -60,60 +56,11 @@ class DeepSpeedReader(TrainerDirectory):
             do = "Give the directory of a step, such as global_step100."
             raise DamagedCheckpoint(f"{which} is not there", where=path, do=do)
         check_link(directory, path)
-        # Of a step's directory config and tokenizer are in the folder of the run
-        super().__init__(path, hints, "a checkpoint of DeepSpeed", directory.absolute().parent)
-        self._directory = directory
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
-        self._saved: SavedStates = (read_universal if universal else read_zero)(directory)
-        tensors = self._logical(self._saved.weights)
-        for kind, moments in self._saved.moments.items():
-            tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
-        self._tensors = FlatTensors(tensors)
-        specs = self._tensors.specs
-        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
-
-    def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
-        """The tensors by name, one for each expert of a stack."""
-        stacks = {name for name, one in stored.items() if is_stack(name, one.spec)}
-        if sum(stored[name].spec.rows for name in stacks) > MOST_SLICES:
-            raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self._directory)
-        found: dict[str, FlatTensor] = {}
-        for name, one in stored.items():
-            if stored_name(name)[1] is not None or name.startswith(STATE):
-                raise DamagedCheckpoint(f"`{name}` is named as a part of something else", where=self._directory)
-            if name in stacks:
-                found |= {f"{name}[{index}]": each for index, each in enumerate(one.slices())}
-            else:
-                found[name] = one
-        return found
-
-    @property
-    def unread(self) -> str:
-        """What there is of an optimizer that is not AdamW's, or cannot be told by parameter, in words."""
-        return self._saved.unread
-
-    @property
-    def trainer_run(self) -> TrainerRun:
-        """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
-        if self._saved.updates is None:
-            do = "--drop-optimizer leaves the optimizer behind."
-            raise CheckpointError("nothing says how many updates the optimizer made", where=self._directory, do=do)
-        left = ("the schedule of learning rates, whose kind is not stored", "loss scaler", "random generators")
-        more = ("the order of data", *lost_settings(self._saved.groups))
-        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, *more))
-
-    @property
-    def iteration(self) -> int | None:
-        return self._saved.global_steps
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self._saved.files
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._tensors.chunks(name)
+        saved = replace((read_universal if universal else read_zero)(directory), left=("loss scaler",))
+        # Of a step's directory config and tokenizer are in the folder of the run
+        super().__init__(path, hints, "a checkpoint of DeepSpeed", directory, saved, directory.absolute().parent)
 
 
 CONTAINER = Container(

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,7 +14,6 @@ from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 from precisionctl.untrusted.safe_pickle import sizes
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WHAT = "not what DeepSpeed writes"
 SAVE_IT_WHOLE = "Save the model as Hugging Face's from the trainer that made it, and give that."
 
@@ -55,24 +53,6 @@ def rank_files(directory: Path, *, either: bool = False) -> tuple[list[Path], li
             raise DamagedCheckpoint(what, where=directory, do="Is the copy whole? Remove files of other runs.")
         found.append([directory / name for _, name in by_rank])
     return found[0], found[1]
-
-
-@dataclass(frozen=True)
-class SavedStates:
-    """What a checkpoint holds, by the model's own names.
-
-    `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
-    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `unread`
-    says in words what else there is of an optimizer.
-    """
-
-    weights: Mapping[str, FlatTensor]
-    files: Sequence[Path]
-    global_steps: int | None = None
-    moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
-    updates: int | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
-    unread: str = ""
 
 
 def read_states(path: Path) -> Mapping[str, Any]:

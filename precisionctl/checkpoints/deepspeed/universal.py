@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.deepspeed.states import (
-    MOMENTS,
     WHAT,
     ModelStates,
-    SavedStates,
     dealt_frozen,
     plain_groups,
     rank_files,
@@ -22,6 +20,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     whole_tensor,
 )
 from precisionctl.checkpoints.flat import FlatTensor
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import DamagedCheckpoint, damage

@@ -15,11 +15,11 @@ import torch
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions, whole
 from precisionctl.checkpoints.companions import to_json
-from precisionctl.checkpoints.deepspeed.states import MOMENTS
 from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.output import open_weights
+from precisionctl.checkpoints.saved_states import MOMENTS
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar

@@ -23,11 +23,9 @@ import torch
 
 from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.deepspeed.states import (
-    MOMENTS,
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
-    SavedStates,
     dealt_frozen,
     is_empty,
     is_flat,
@@ -37,6 +35,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     whole_tensor,
 )
 from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown

@@ -15,7 +15,7 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, STATE, TensorSpec
+from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
@@ -193,6 +193,8 @@ _APART = (
     (re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w"), ("_w", "_v")),  # gate and up
     (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in IN_PROJ_PARTS)),
     (re.compile(r"(.+\.conv1d\.weight)\.query"), tuple(f".{part}" for part in CONV_PARTS)),
+    (re.compile(r"(.+\.in_proj\.weight)\.z"), tuple(f".{part}" for part in MIXER_PARTS)),
+    (re.compile(r"(.+\.conv1d\.(?:weight|bias))\.x"), tuple(f".{part}" for part in MIXER_CONV_PARTS)),
 )
 """Tensors whose parts Megatron stores apart: the name of the first part, and what is behind the name of each."""
 

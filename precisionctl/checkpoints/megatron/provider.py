@@ -34,7 +34,8 @@ _SAME = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "no_rope_freq"),
+    *("moe_shared_expert_gate", "moe_apply_probs_on_input", "no_rope_freq", "qk_l2_norm"),
+    *("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_layer_freq"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),
@@ -68,8 +69,9 @@ _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
-    return model.dsa is None and not model.xielu
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, for
+    xIELU, or for mixers."""
+    return model.dsa is None and not model.xielu and model.mamba is None
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:

@@ -95,5 +95,5 @@ class WithTowers:
         return self._text.chunks(name)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        self._towers.write_index()
+        self._towers.write_index(of_one=True)  # nothing else says how many there are
         self._text.finish(fp8)

@@ -113,10 +113,11 @@ def renumbered(name: str, first_layer: int, first_expert: int) -> str:
 _ROWS = (
     *("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight"),
     *("self_attention.dt_bias", "self_attention.A_log"),
+    *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
 )
 _ROWS_OF = re.compile(r".+\.(?:linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(?:weight|bias)")
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
-_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|self_attention\.out_proj)\.weight\d*")
+_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|(?:self_attention|mixer)\.out_proj)\.weight\d*")
 
 
 def parallel_of(name: str, gated: bool) -> Parallel:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.megatron_args import read_delta_net
+from precisionctl.architectures.megatron_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
@@ -206,10 +206,10 @@ class LegacyReader(MegatronDirectory):
             length = query[0][0].tensor.shape if query else ()
             heads = proj[0][0].tensor.shape[-1:] if proj else ()
             return ROWS if length == heads != (self.args.get("kv_channels"),) else REPLICATED
-        if name.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
-            with damage("arguments that describe no gated delta net", self.path):
-                gdn = read_delta_net(self.args)
-            parts = (gdn.in_proj_parts if "in_proj" in name else gdn.conv_parts) if gdn else (1,)
+        if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")):
+            with damage("arguments that describe no gated delta net, and no mixer", self.path):
+                cut = read_mamba(self.args) if ".mixer." in name else read_delta_net(self.args)
+            parts = (cut.in_proj_parts if "in_proj" in name else cut.conv_parts) if cut else (1,)
             return replace(ROWS, parts=parts)
         # Where the first linear of an MLP is gate and up, it has twice the rows that the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]

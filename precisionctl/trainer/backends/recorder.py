@@ -167,6 +167,17 @@ class Recorder:
                 found[role] = found[role].merge(one) if role in found else one
         slot.record(amax)
 
+    def record_pass(self, amaxes: Mapping[tuple[str, Role], Tensor]) -> None:
+        """Record a whole pass of tensors that are not shown: their amaxes by module and role, `[]` of any dtype. One
+        that is NaN counts as not recorded."""
+        found = torch.stack([amax.to(self.device, torch.float32, non_blocking=True) for amax in amaxes.values()])
+        found = torch.where(found.isnan(), 0.0, found)
+        slots = [self._slot(module, role, found[0]) for module, role in amaxes]
+        for buffers in (self._forward, self._backward):
+            here = [number for number, slot in enumerate(slots) if slot.buffers is buffers]
+            buffers.state.amax_history[[slots[number].place for number in here], 0] = found[here]
+            buffers.update()
+
     def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
         """The slot of a role, created for a scale of the shape of `like` if needed."""
         slots = self._slots.setdefault(module, {})

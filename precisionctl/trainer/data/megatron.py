@@ -1,4 +1,6 @@
-"""Megatron's tokenized data sets: `NAME.bin`, token ids, and `NAME.idx`, where each sequence and document ends.
+"""Megatron's tokenized data sets: `NAME.bin`, token ids, and `NAME.idx`, where each sequence and document ends. Beside
+conversations `tokenize` writes `NAME.learned`, of which Megatron knows nothing: for each id a byte, 1 if it is to be
+learned.
 
 The format of `.idx`, little endian (megatron/core/datasets/indexed_dataset.py, _IndexWriter): `MMIDIDX\\0\\0`, version
 1 (uint64), the ids' type (uint8), the numbers of sequences and of document ends (uint64 each). Then, for each sequence,
@@ -17,12 +19,14 @@ from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import Tokenizer
-from precisionctl.trainer.data.store import About, Tokens, cached_folder, key_of
+from precisionctl.trainer.data.store import About, Samples, Tokens, cached_folder, key_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 ID_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Integer types by their code; 6 and 7 are floats, which cannot be token ids."""
+
+BIN, IDX, LEARNED = ".bin", ".idx", ".learned"
 
 _AT_ONCE = 1 << 20
 
@@ -30,15 +34,15 @@ _AT_ONCE = 1 << 20
 def prefix_of(path: Path) -> Path | None:
     """The path without `.bin` or `.idx`, if `path` is one of the two or that path itself; None for other data. Raises
     DataError if one of the two is missing."""
-    if path.suffix in (".bin", ".idx") and _with(path.with_suffix(""), ".idx").is_file():
+    if path.suffix in (".bin", ".idx") and with_suffix(path.with_suffix(""), ".idx").is_file():
         prefix = path.with_suffix("")
-    elif not path.exists() and _with(path, ".idx").is_file():
+    elif not path.exists() and with_suffix(path, ".idx").is_file():
         prefix = path
     elif path.suffix == ".bin":
         raise DataError("the .idx beside Megatron's .bin is missing", where=path)
     else:
         return None
-    if not _with(prefix, ".bin").is_file():
+    if not with_suffix(prefix, ".bin").is_file():
         raise DataError("the .bin beside Megatron's .idx is missing", where=prefix)
     return prefix
 
@@ -49,12 +53,18 @@ def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
     They are read once, for the largest id and a hash, which are kept in `cache`. Raises DataError for files that are
     damaged, have images (sequences with modes), or negative ids.
     """
-    index, data = _with(prefix, ".idx"), _with(prefix, ".bin")
+    index, data, mask = (with_suffix(prefix, suffix) for suffix in (IDX, BIN, LEARNED))
+    files = [index, data, *([mask] if mask.exists() else [])]
     try:
         ids, document_ends = _open(index, data)
-        build = partial(_look_through, ids=ids, ends=document_ends, tokenizer=tokenizer, data=data)
-        with cached_folder(cache, key_of([index, data], tokenizer), build) as (_, about):
-            return Tokens(ids, about)
+        learned = np.memmap(mask, np.bool_, "r") if mask in files else None
+        if learned is not None and len(learned) != len(ids):
+            raise DataError(f"{len(learned)} bytes, and its .bin has {len(ids)} tokens", where=mask)
+        build = partial(_look_through, ids=ids, ends=document_ends, learned=learned, tokenizer=tokenizer, data=data)
+        with cached_folder(cache, key_of(files, tokenizer), build) as (_, about):
+            if learned is None:
+                return Tokens(ids, about)
+            return Tokens(ids, about, Samples(learned, document_ends, _first_targets(learned, document_ends)))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=prefix) from None
 
@@ -101,8 +111,43 @@ def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: P
         raise DataError(f"{data.stat().st_size} bytes, and its .idx says {place}", where=data)
 
 
-def _look_through(_: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: Tokenizer, data: Path) -> About:
-    """Read all ids once: their hash, the largest, and whether documents end in the end-of-text token."""
+def _first_targets(learned: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """In each document, the number of its first token to be learned after its first token; its length where none is."""
+    first = np.empty(len(ends), np.int64)
+    start = 0
+    for number, end in enumerate(ends.tolist()):
+        found = learned[start + 1 : end].argmax() if end > start + 1 else 0
+        first[number] = found + 1 if end > start + 1 and learned[start + 1 + found] else end - start
+        start = end
+    return first
+
+
+def write_index(path: Path, lengths: NDArray[np.int32], code: int) -> None:
+    """Write an `.idx` of documents of one sequence each, of these numbers of ids of a type in ID_TYPES."""
+    count, itemsize = len(lengths), np.dtype(ID_TYPES[code]).itemsize
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
+        file.write(lengths.data)
+        place = 0
+        for start in range(0, count, _AT_ONCE):
+            ends = place + np.cumsum(lengths[start : start + _AT_ONCE], dtype="<i8") * itemsize
+            file.write(np.append(np.asarray(place, "<i8"), ends[:-1]).data)
+            place = ends[-1]
+        for start in range(0, count + 1, _AT_ONCE):
+            file.write(np.arange(start, min(start + _AT_ONCE, count + 1), dtype="<i8").data)
+
+
+def _look_through(
+    _: Path,
+    *,
+    ids: NDArray[Any],
+    ends: NDArray[np.int64],
+    learned: NDArray[np.bool_] | None,
+    tokenizer: Tokenizer,
+    data: Path,
+) -> About:
+    """Read all ids once: their hash, the largest, and whether documents end in the end-of-text token; and what is to be
+    learned."""
     end = tokenizer.end
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
     for start in range(0, len(ids), _AT_ONCE):
@@ -111,11 +156,15 @@ def _look_through(_: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokeni
             raise DataError(f"a token {int(piece.min())}", where=data)
         largest = max(largest, int(piece.max()))
         digest.update(np.ascontiguousarray(piece).data)
+    if learned is not None:
+        digest.update(learned.data)
+        return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())
     without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
     return About(len(ids), None, largest, digest.hexdigest(), end, [without] if unended else [])
 
 
-def _with(prefix: Path, suffix: str) -> Path:
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """A file of the data set of this name, which may have dots itself."""
     return prefix.with_name(prefix.name + suffix)

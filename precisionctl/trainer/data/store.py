@@ -70,7 +70,7 @@ def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: O
     files = files_of(path)
 
     def build(folder: Path) -> About:
-        return _write(folder, tokenize(records(files), tokenizer), tokenizer.end, on_tokens)
+        return _write(folder, tokenize(records(files), [tokenizer]), tokenizer.end, on_tokens)
 
     with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
         ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)

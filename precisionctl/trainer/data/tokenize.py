@@ -1,10 +1,13 @@
 """Tokenize records: documents, each followed by the end-of-text token, or conversations with the tokens to learn."""
 
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,8 @@ from precisionctl.tokens.samples import Completion, Conversation
 from precisionctl.tokens.tokenizer import TextPiece, Tokenizer
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.shapes import Text, sample_of
+
+Made = TypeVar("Made")
 
 PIECES_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
 """Most documents, and most bytes, that are tokenized at a time, as tokenizers work in parallel; a longer document is
@@ -30,8 +35,9 @@ class Tokenized:
     notes: tuple[str, ...] = ()
 
 
-def tokenize(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    """Tokenize records lazily. The first one decides whether they are text or conversations.
+def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Generator[Tokenized]:
+    """Tokenize records lazily, in their order, by several processes of one tokenizer. The first record decides whether
+    they are text or conversations.
 
     Raises DataError for a record of the other kind, and as `Tokenizer.texts` and `Tokenizer.samples`.
     """
@@ -40,23 +46,58 @@ def tokenize(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokeni
         return
     everything = chain([first], records)
     if isinstance(sample_of(first), Text):
-        yield from _documents(everything, tokenizer)
+        yield from _documents(everything, tokenizers)
     else:
-        yield from _conversations(everything, tokenizer)
+        yield from _conversations(everything, tokenizers)
 
 
-def _documents(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+def _documents(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Iterator[Tokenized]:
     """Each document's tokens, with the tokenizer's special tokens before it and one end-of-text token after it."""
-    for pieces in _batches(_text(record) for record in records):
-        for ids in tokenizer.texts(pieces):
-            ended = len(ids) > 0 and ids[-1] == tokenizer.end
-            yield Tokenized(ids if ended else np.append(ids, np.int32(tokenizer.end)))
+    end = tokenizers[0].end
+    for made in _by_all(tokenizers, _batches(_text(record) for record in records), Tokenizer.texts):
+        for ids in made:
+            ended = len(ids) > 0 and ids[-1] == end
+            yield Tokenized(ids if ended else np.append(ids, np.int32(end)))
 
 
-def _conversations(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    for pieces in _batches(_sample(record) for record in records):
-        for row in tokenizer.samples(pieces):
+def _conversations(records: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Iterator[Tokenized]:
+    for made in _by_all(tokenizers, _batches(_sample(record) for record in records), Tokenizer.samples):
+        for row in made:
             yield Tokenized(row.tokens, row.learned, row.notes)
+
+
+def _by_all(
+    tokenizers: Sequence[Tokenizer],
+    batches: Iterator[list[TextPiece]],
+    make: Callable[[Tokenizer, Sequence[TextPiece]], Made],
+) -> Iterator[Made]:
+    """What `make` makes of each batch with a tokenizer that is free, in the order of the batches. Threads only wait for
+    the tokenizers' processes."""
+    if len(tokenizers) == 1:
+        yield from (make(tokenizers[0], batch) for batch in batches)
+        return
+    free: SimpleQueue[Tokenizer] = SimpleQueue()
+    for each in tokenizers:
+        free.put(each)
+
+    def make_one(batch: list[TextPiece]) -> Made:
+        tokenizer = free.get()
+        try:
+            return make(tokenizer, batch)
+        finally:
+            free.put(tokenizer)
+
+    pool = ThreadPoolExecutor(len(tokenizers))
+    ahead: deque[Future[Made]] = deque()
+    try:
+        for batch in batches:
+            ahead.append(pool.submit(make_one, batch))
+            if len(ahead) > 2 * len(tokenizers):
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:

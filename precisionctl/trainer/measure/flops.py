@@ -2,10 +2,10 @@
 
 The convention is that of Megatron-LM's `num_floating_point_operations` (megatron/training/training.py), so that numbers
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
-that a token goes through, of attention the half that a causal mask leaves (whatever the window), and logits of the
-padded vocabulary; of a gated delta net its convolution too, and four products of a state's size for each token.
-Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the guard's
-passes compute additionally: these are FLOPs of the model, not of the machine.
+that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
+itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
+size for each token. Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the
+guard's passes compute additionally: these are FLOPs of the model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,12 +21,22 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     each = list(lengths)
     # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with values
     per_pair = model.query_size + model.projection_size
-    attention = sum(length * length for length in each) * per_pair // 2
-    layers = range(model.num_layers)
-    with_attention = sum(not model.has_delta_net(layer) for layer in layers)
-    products = sum(each) * weights_used(model) + with_attention * attention
-    products += sum(each) * (model.num_layers - with_attention) * delta_rule(model)
+    whole, chunked = (sum(_pairs(length, size) for length in each) for size in (None, model.attention_chunk_size))
+    products = sum(each) * weights_used(model)
+    for layer in range(model.num_layers):
+        if model.has_delta_net(layer):
+            products += sum(each) * delta_rule(model)
+        else:
+            products += (chunked if model.in_window(layer) else whole) * per_pair // 2
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products
+
+
+def _pairs(length: int, chunk: int | None) -> int:
+    """Queries times keys of a text, in chunks of so many tokens."""
+    if chunk is None:
+        return length * length
+    whole, rest = divmod(length, chunk)
+    return whole * chunk * chunk + rest * rest
 
 
 def weights_used(model: ModelShape) -> int:

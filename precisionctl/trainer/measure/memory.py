@@ -201,7 +201,7 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
         made = 2 * model.qkv_size + rotated * (model.query_size + keys)
         if model.attention_output_gate:  # its sigmoid, what that multiplies, and the product
             made += (4 + 4) * model.query_size
-        if model.qk_layernorm:
+        if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
     fused = 4 * heads + 2 * out
     if model.attn_logit_softcapping is None and not model.softmax_offset:

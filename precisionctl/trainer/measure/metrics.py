@@ -4,7 +4,7 @@ comparisons with BF16. Trackers get the same."""
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,12 +40,15 @@ class StepMetrics:
     fp8: bool | None = None
     shadow: Shadow | None = None
     cost: StepCost | None = None
+    router: Mapping[str, float] = field(default_factory=dict)
+    """Losses of the routers, by name, without their coefficients."""
     skipped: int | None = None
     """If the update was skipped because its loss or gradient norm was not finite, the number skipped in a row."""
 
     def as_dict(self) -> dict[str, Any]:
         """The measured values by name, without the shadow, which has its own file."""
-        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "cost")}
+        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "cost", "router")}
+        values |= {f"router_{name}": value for name, value in self.router.items()}
         values |= vars(self.cost) if self.cost else {}
         return {key: value for key, value in values.items() if value is not None}
 

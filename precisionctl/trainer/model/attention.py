@@ -106,6 +106,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
+        self.l2_epsilon = norm.epsilon if model.qk_l2_norm else None
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
@@ -127,6 +128,8 @@ class SelfAttention(nn.Module):
         else:
             query = rotate(self.q_layernorm(query), positions, self.interleaved)
             key = rotate(self.k_layernorm(key), positions, self.interleaved)
+        if self.l2_epsilon is not None and positions.cos is not None:
+            query, key = (F.rms_norm(heads, (self.head,), eps=self.l2_epsilon) for heads in (query, key))
         if positions.query_scale is not None:
             query = query * positions.query_scale[..., None, None].to(query.dtype)
         if recorder := self.backend.recorder:

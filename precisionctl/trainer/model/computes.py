@@ -22,13 +22,15 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "post_layernorms", "tied_embeddings"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
-    **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta"), ANY),
+    **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
+    **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
+    "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
@@ -47,6 +49,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
 
 BESIDE_MLA: Mapping[str, object] = {
     "qk_layernorm": False,
+    "qk_l2_norm": False,
     "attention_output_gate": False,
     "pre_layernorms": True,
     "parallel_residual": False,
@@ -61,7 +64,12 @@ BESIDE_MLA: Mapping[str, object] = {
 BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False, "pre_layernorms": True, "parallel_residual": False}
 """What layers with experts compute of these; dense ones heed them."""
 
-BESIDE_DELTA_NETS: Mapping[str, object] = {**BESIDE_EXPERTS, "add_bias_linear": False, "activation": "silu"}
+BESIDE_DELTA_NETS: Mapping[str, object] = {
+    **BESIDE_EXPERTS,
+    "add_bias_linear": False,
+    "activation": "silu",
+    "attention_chunk_size": None,
+}
 """What layers with a gated delta net compute of these; those with attention heed them."""
 
 

@@ -28,6 +28,7 @@ from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
+from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance, RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World
 
@@ -38,8 +39,8 @@ class GPT(nn.Module):
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
     Parameters and activations have `dtype`. The ranks of `world` shard the parameters, layer by layer as they are made,
     and embedding, output layer and last norm together; sizes are such that tensor and expert ranks can shard them
-    (`shards.check`). Raises PrecisionError for sizes that FP8 GEMMs cannot have, UnknownArchitecture for a model of
-    which it does not compute all (`computes.py`).
+    (`shards.check`). `balance` is for passes with gradients (`backward` in `loop.py`). Raises PrecisionError for sizes
+    that FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class GPT(nn.Module):
         device: torch.device | str = "cpu",
         world: World = ALONE,
         recompute: bool = False,
+        balance: Balance = NO_BALANCE,
     ) -> None:
         super().__init__()
         check(model)
-        self.model, self.precision = model, precision
+        self.model, self.precision, self.balance = model, precision, balance
         self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
+        if model.moe and balance.on:
+            self.backend.router_losses = RouterLosses(model.moe, balance, world, self.backend.device)
         self._ropes = {
             kind: Rope(model, kind.in_window, self.backend.device) if kind.rope else None
             for kind in {kind_of(model, layer) for layer in range(model.num_layers)}
@@ -106,6 +110,8 @@ class GPT(nn.Module):
                 lengths = packed.lengths_by_token(device).view(tokens.shape)
             elif padding_mask is not None:
                 lengths = padding_mask.sum(1, keepdim=True)
+        if self.router_losses and torch.is_grad_enabled():
+            self.router_losses.begin_pass(tokens, padding_mask)
         with recorder.forward_pass(padding_mask) if recorder else self.backend.forward_pass():
             hidden = self.embedding(tokens, position)
             if recorder and torch.is_grad_enabled():
@@ -132,6 +138,11 @@ class GPT(nn.Module):
             logits = logits * self.model.logit_multiplier
         cap = self.model.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """What balances the experts; None if nothing does."""
+        return self.backend.router_losses
 
     @property
     def output_weight(self) -> Tensor:
@@ -168,11 +179,14 @@ class GPT(nn.Module):
         self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
     ) -> dict[LayerKind, Positions]:
         """In each kind of layers."""
-        made, scale = {}, query_scale(self.model, position)
+        made, chunk = {}, self.model.attention_chunk_size
+        texts = packed or PackedSequences((shape[1],) * shape[0])
+        chunks = texts.in_chunks(chunk) if chunk and texts.longest > chunk else packed
         for kind, rope in self._ropes.items():
             cos, sin = rope.at(position, lengths) if rope else (None, None)
             window = self.model.sliding_window if kind.in_window else None
-            made[kind] = Positions(cos, sin, window, packed, shape, scale)
+            seen = chunks if kind.in_window else packed  # a chunk is a text of its own, but for its positions
+            made[kind] = Positions(cos, sin, window, seen, shape, query_scale(self.model, position, kind.rope))
         return made
 
 

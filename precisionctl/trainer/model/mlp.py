@@ -73,8 +73,7 @@ class MLP(nn.Module):
 class MoELayer(nn.Module):
     """Each token goes through the experts that the router chooses for it; no token is dropped.
 
-    `shared_experts` is what all tokens go through beside those. Nothing balances the experts' load: there is no
-    auxiliary loss, and `expert_bias` stays as it is.
+    `shared_experts` is what all tokens go through beside those. `router_losses.py` says what keeps the loads even.
     """
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
@@ -114,6 +113,7 @@ class Experts(nn.Module):
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
         self.backend, self.model, self.number = backend, model, moe.num_experts
+        self.probs_on_input = moe.probs_on_input
         hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
         self.linear_fc1 = backend.grouped_linear(
             f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias, "column"
@@ -127,10 +127,15 @@ class Experts(nn.Module):
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
         dispatch = self.backend.world.experts.token_dispatch(counts, tokens.device)
         with recorder.reordered(numbers, dispatch) if recorder else nullcontext():
-            inner = self.linear_fc1(dispatch.dispatch(tokens[numbers]), dispatch.counts)
+            read = tokens[numbers]
+            if self.probs_on_input:
+                read = (read * weights.flatten()[order, None]).to(tokens.dtype)
+            inner = self.linear_fc1(dispatch.dispatch(read), dispatch.counts)
             outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
-        return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
+        if not self.probs_on_input:
+            by_token = by_token * weights[..., None]
+        return by_token.sum(1).to(tokens.dtype)
 
 
 class Router(nn.Module):
@@ -138,12 +143,12 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.backend = moe, backend
         weight = torch.empty(moe.num_experts, model.hidden_size, dtype=backend.dtype, device=backend.device)
         zeros = torch.zeros(moe.num_experts, device=backend.device)
         self.weight = nn.Parameter(weight.normal_(std=0.02))
         self.bias = nn.Parameter(zeros.to(backend.dtype)) if moe.router_bias else None
-        # FP32 in Megatron too, and no gradient's to change
+        # FP32 in Megatron too, and no gradient's to change: `RouterLosses.update_biases`
         self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,10 +162,14 @@ class Router(nn.Module):
         wanted = scores if self.expert_bias is None else scores + self.expert_bias
         chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
         weights = scores.gather(1, chosen)
-        if self.moe.score_function == "sigmoid":
+        if self.moe.score_function == "sigmoid" and not self.moe.probs_on_input:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        elif not self.moe.pre_softmax:  # the softmax over the chosen logits: chosen scores over their sum
+        elif (
+            self.moe.score_function == "softmax" and not self.moe.pre_softmax
+        ):  # the softmax over the chosen logits: chosen scores over their sum
             weights = logits.gather(1, chosen).softmax(-1)
+        if self.backend.router_losses:
+            self.backend.router_losses.see(logits, chosen, self.expert_bias)
         return weights * self.moe.topk_scaling_factor, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ class PackedSequences:
     def longest(self) -> int:
         return max(self.lengths)
 
+    def in_chunks(self, size: int) -> "PackedSequences":
+        """The same tokens, each text cut into pieces of this many."""
+        pieces = (min(size, length - begin) for length in self.lengths for begin in range(0, length, size))
+        return PackedSequences(tuple(pieces))
+
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Where each text begins among the flattened tokens, and where the last ends: int32 `[texts + 1]`, as
         FlashAttention and Transformer Engine take it; copied to the device once for all layers."""
@@ -141,12 +146,16 @@ class Rope:
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
-def query_scale(model: ModelShape, position: Tensor) -> Tensor | None:
-    """What queries at each position are multiplied by, FP32 in the shape of `position`: 1 within the original context
-    (Llama 4's `attn_scale`; Ministral 3). None for a model without."""
-    if model.query_scaling_beta is None:
+def query_scale(model: ModelShape, position: Tensor, rope: bool) -> Tensor | None:
+    """What queries at each position are multiplied by, FP32 in the shape of `position`, in layers with rotary
+    embeddings or without: 1 within the original context (Ministral 3) or the floor (Llama 4). None where nothing is."""
+    if model.query_scaling_beta is None or (model.query_scaling_floor is not None and rope):
         return None
-    return 1 + model.query_scaling_beta * torch.log(1 + torch.floor(position / model.original_context))
+    if model.query_scaling_floor is None:
+        contexts = torch.floor(position / model.original_context)
+    else:
+        contexts = torch.floor((position + 1) / model.query_scaling_floor)
+    return 1 + model.query_scaling_beta * torch.log(1 + contexts)
 
 
 class _Frequencies(NamedTuple):
@@ -228,16 +237,15 @@ class LayerKind(NamedTuple):
     """What tells layers of a model from one another, as far as positions matter."""
 
     in_window: bool
-    """Attention is in a sliding window."""
+    """Attention is in a sliding window, or in chunks."""
     rope: bool
     """Queries and keys have rotary embeddings."""
 
 
 def kind_of(model: ModelShape, layer: int) -> LayerKind:
     """A layer's kind."""
-    in_window = model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
     rope = not model.learned_positions and (model.rope_layers is None or model.rope_layers[layer])
-    return LayerKind(in_window, rope)
+    return LayerKind(model.in_window(layer), rope)
 
 
 def sliding_window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

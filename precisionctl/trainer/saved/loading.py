@@ -7,23 +7,27 @@ and FP8 state unless they are skipped. The optimizer is loaded by parameter, whi
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 
+from precisionctl.architectures.wrappers import is_wrapper, text_config
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, adam_of, of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.recipe import Optimizer, Recipe
+from precisionctl.recipe import Optimizer, Recipe, RouterSettings
 from precisionctl.trainer.data import Blend, Rows
+from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Saved, read_saved
@@ -63,6 +67,75 @@ def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Seque
     if saved := _saved(source):
         return MegatronSchedule(**saved.schedule) if saved.schedule else None
     return read_schedule(source.common, source.args, source.iteration or 0, source.path)
+
+
+def balance_of(source: Reader, router: RouterSettings) -> Balance:
+    """What keeps the loads of experts even: what the recipe says, and the rest as the checkpoint has it: the run of
+    ours that wrote it, else Megatron's arguments if they speak of it, else config.json (whatever its
+    `output_router_logits`, which is about what a forward returns).
+
+    Raises RecipeError for what the model has not, and DamagedCheckpoint for values that make no sense.
+    """
+    said = {key: value for key, value in vars(router).items() if value != "checkpoint"}
+    if source.model.moe is None:
+        if any(said.values()):
+            raise RecipeError(f"router.{next(iter(said))} balances experts, and the model has none", do="Leave it out.")
+        return NO_BALANCE
+    if said.get("bias_update_rate") and not source.model.expert_bias:
+        raise RecipeError("router.bias_update_rate moves an expert_bias, and the model has none", do="Leave it out.")
+    saved = _saved(source)
+    if saved and saved.balance is not None:
+        theirs = Balance(**saved.balance)
+    elif of_megatron(source) and "moe_aux_loss_coeff" in source.args:
+        with damage("its arguments balance experts as Megatron does not", source.path):
+            theirs = _of_megatron(source.args)
+    else:
+        theirs = _of_config(source)
+    return replace(theirs, **said)
+
+
+_OF_LAYERS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def _of_megatron(args: Mapping[str, Any]) -> Balance:
+    kinds, coefficients = args.get("moe_router_load_balancing_type", "aux_loss"), args["moe_aux_loss_coeff"]
+    listed = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
+    return Balance(
+        **{kind: coefficient for kind, coefficient in listed if kind in _OF_LAYERS},
+        z_loss=args.get("moe_z_loss_coeff") or 0.0,
+        bias_update_rate=(args.get("moe_router_enable_expert_bias") and args.get("moe_router_bias_update_rate")) or 0.0,
+    )
+
+
+def balance_args(balance: Balance) -> dict[str, Any]:
+    """The inverse: Megatron's arguments, which have no word for `pooled_loss`."""
+    kinds = [name for name in _OF_LAYERS if name in balance.on]
+    coefficients = [balance.on[name] for name in kinds]
+    return {
+        "moe_router_load_balancing_type": kinds if len(kinds) > 1 else kinds[0] if kinds else "none",
+        "moe_aux_loss_coeff": coefficients if len(kinds) > 1 else coefficients[0] if kinds else 0.0,
+        "moe_z_loss_coeff": balance.z_loss or None,
+        "moe_router_bias_update_rate": balance.bias_update_rate,
+    }
+
+
+def _of_config(source: Reader) -> Balance:
+    """transformers' `router_aux_loss_coef`, or DeepSeek's `aux_loss_alpha` with `seq_aux`."""
+    if "config.json" not in source.companions.files:
+        return NO_BALANCE
+    config = parse_json(source.companions.files["config.json"], "config.json")
+    config = text_config(config, "config.json") if is_wrapper(config) else config
+    of_row = "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss"
+    found = {"pooled_loss": config.get("router_aux_loss_coef"), of_row: config.get("aux_loss_alpha")}
+    return Balance(**{name: value for name, value in found.items() if value is not None})
+
+
+def balance_notes(model: ModelShape, balance: Balance) -> Iterator[str]:
+    """What keeps the loads of experts even, for the user."""
+    if model.moe is None:
+        return
+    on = ", ".join(f"{name} {value:g}" for name, value in balance.on.items())
+    yield f"experts are kept in balance by {on}" if on else "nothing keeps the experts in balance"
 
 
 def sets_rates(overrides: Sequence[str]) -> bool:

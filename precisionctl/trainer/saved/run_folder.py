@@ -23,6 +23,7 @@ from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -68,6 +69,8 @@ class Saved:
     guard: Mapping[str, Any] | None = None
     schedule: Mapping[str, Any] | None = None
     skips: Mapping[str, int] = field(default_factory=lambda: {"total": 0, "running": 0})
+    balance: Mapping[str, float] | None = None
+    """What keeps the loads of its experts even, as `Balance` has it; None in runs from before there was one."""
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
@@ -160,6 +163,9 @@ def read_saved(iteration: Path) -> Saved | None:
             saved.skips.keys() <= {"total", "running"} and all(type(count) is int for count in saved.skips.values())
         ):
             raise ValueError("not the numbers `total` and `running`")
+    if saved.balance is not None:
+        with damage("not what a run writes: what balances its experts", file):
+            Balance(**saved.balance)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved

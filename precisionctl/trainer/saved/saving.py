@@ -35,7 +35,7 @@ from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
+from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG, balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 PRODUCER = "precisionctl"
@@ -133,7 +133,9 @@ class Saver:
         if run.world.first:
             guard = run.guard.saved_state if run.guard else None
             schedule = asdict(run.schedule) if run.schedule else None
-            saved = Saved(run.step, run.position, self._identity, guard, schedule, asdict(run.skipped))
+            saved = Saved(
+                run.step, run.position, self._identity, guard, schedule, asdict(run.skipped), asdict(run.model.balance)
+            )
             with disk_problems(output):
                 output.begin()
                 sign(output.partial, saved)
@@ -278,4 +280,6 @@ def _megatron_state(run: Run) -> CarriedRun:
     objects: dict[str, Any] = {RNG: {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}}
     if run.optimizer.extra_state:
         objects[OPTIMIZER] = dict(run.optimizer.extra_state)
-    return CarriedRun(run.step, common, objects, training_args(run.recipe, run.schedule, run.position))
+    args = training_args(run.recipe, run.schedule, run.position)
+    args |= balance_args(run.model.balance) if run.model.model.moe else {}
+    return CarriedRun(run.step, common, objects, args)

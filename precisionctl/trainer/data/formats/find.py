@@ -30,7 +30,7 @@ def files_of(path: Path) -> list[Path]:
 
 def records(files: list[Path]) -> Iterator[Record]:
     """All records of these files, lazily. Raises DataError for a file that cannot be read or is not in its format."""
-    known: list[Format] = discover(formats, "FORMAT")
+    known = discover(formats, "FORMAT", Format)
     for file in files:
         try:
             reads = next((each.records for each in known if each.recognises(file)), text_records)

@@ -1,0 +1,207 @@
+"""Nemotron-H and Nemotron 3: Mamba-2 mixers, attention, MLPs and experts, each a layer of its own with one norm. Names
+in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_block.py, mamba_mixer.py).
+
+Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
+are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    VOCABULARY,
+    Always,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    size,
+    tied,
+)
+from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rearrange import GAMMA, SAME
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
+
+_HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
+
+
+def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row:
+    name = "model.layers.{layer}.norm.weight"
+    return Row(name, f"decoder.layers.{{layer}}.{of}", ("hidden_size",), GAMMA, layers=layers)
+
+
+def _as_mixer(rows: Iterable[Row]) -> tuple[Row, ...]:
+    return renamed(rows, {".self_attn.": ".mixer.", ".mlp.": ".mixer."})
+
+
+_MIXER = only_in(
+    "mamba",
+    (
+        Row(
+            f"{_HF}in_proj.weight",
+            f"{_MEGATRON}in_proj.weight",
+            ("mamba.in_proj_size", "hidden_size"),
+            parallel=Parallel("rows", names=MIXER_PARTS),
+            parts="mamba.in_proj_parts",
+            gemm=True,
+        ),
+        Row(
+            f"{_HF}conv1d.weight",
+            f"{_MEGATRON}conv1d.weight",
+            ("mamba.conv_size", 1, 4),
+            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
+            parts="mamba.conv_parts",
+        ),
+        Row(
+            f"{_HF}conv1d.bias",
+            f"{_MEGATRON}conv1d.bias",
+            ("mamba.conv_size",),
+            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
+            parts="mamba.conv_parts",
+        ),
+        *(
+            Row(_HF + name, _MEGATRON + name, ("mamba.num_heads",), parallel=ROWS, keeps_dtype=True)
+            for name in ("A_log", "D", "dt_bias")
+        ),
+        Row(f"{_HF}norm.weight", f"{_MEGATRON}norm.weight", ("mamba.inner_size",), parallel=ROWS),
+        Row(
+            f"{_HF}out_proj.weight",
+            f"{_MEGATRON}out_proj.weight",
+            ("hidden_size", "mamba.inner_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+    ),
+)
+
+_SHARED_EXPERT = (
+    replace(SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
+    *_as_mixer(SHARED_EXPERTS[1:]),
+)
+
+
+def _experts(up: str, down: str) -> tuple[Row, ...]:
+    return (
+        Row(_HF + up, FC1, FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
+        Row(_HF + down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
+    )
+
+
+_ROWS = (
+    *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),
+    _norm("mamba", "mixer.in_proj.layer_norm_weight"),
+    _norm("attention", "self_attention.linear_qkv.layer_norm_weight"),
+    _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
+    _norm("moe", "pre_mlp_layernorm.weight"),
+    *_MIXER,
+    *only_in("attention", _as_mixer((*QKV_LINEAR, *PROJ))),
+    *only_in("dense", _as_mixer(UNGATED_MLP)),
+    *_as_mixer((*ROUTER, *EXPERT_BIAS)),
+    *_SHARED_EXPERT,
+    *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
+)
+_PUBLISHED = (*_ROWS, *_experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight"))
+_IN_MEMORY = (*_ROWS, *_experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]"))
+
+_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+"""Of kinds of layers, with the names that transformers first had."""
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    listed, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+            raise DamagedCheckpoint(f"layers_block_type is {shown(listed)}, not a list of layers", where=where)
+        unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in _LETTERS]
+        if unknown:
+            raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where)
+        pattern = "".join(_LETTERS[kind] for kind in listed)
+    if pattern is None:
+        pattern = "ME*-"  # its class's
+    if not isinstance(pattern, str):
+        raise DamagedCheckpoint(f"hybrid_override_pattern is {shown(pattern)}, not a word", where=where)
+    fields: dict[str, object] = {"mamba.pattern": pattern, "num_layers": len(pattern)}
+    fields["rope_layers"] = (False,) * len(pattern)
+    if "E" in pattern:
+        fields |= {name: key.read(config, where)[name] for name, key in _EXPERT_KEYS.items()}
+        number = size({"n_shared_experts": 1} | dict(config), "n_shared_experts", where)
+        if number != 1:
+            raise UnknownArchitecture(f"n_shared_experts={number}", where=where)
+        fields |= {
+            "moe.layer_freq": tuple(block == "E" for block in pattern),
+            "moe.score_function": "sigmoid",
+            "moe.expert_bias": True,
+            "moe.group_scores": 2,
+        }
+    return fields
+
+
+def _write_layers(model: ModelShape) -> Config:
+    if model.mamba is None:
+        return {}
+    config: dict[str, object] = {"hybrid_override_pattern": model.mamba.pattern, "num_hidden_layers": model.num_layers}
+    if model.moe:
+        for key in _EXPERT_KEYS.values():
+            config |= key.write(model)
+    return config
+
+
+_EXPERT_KEYS = {
+    key.field: key
+    for key in (
+        Key("moe.num_experts", "n_routed_experts", 8),
+        Key("moe.topk", "num_experts_per_tok", 2),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size", 7688),
+        Key("moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688),
+        Key("moe.num_groups", "n_group", 1),
+        Key("moe.group_topk", "topk_group", 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+    )
+}
+
+_MIXER_KEYS: tuple[Entry, ...] = (
+    Key("mamba.num_heads", "mamba_num_heads", 128),
+    Key("mamba.head_dim", "mamba_head_dim", 64),
+    Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
+    Key("mamba.state_dim", "ssm_state_size", 128),
+    Only("conv_kernel", 4),
+    Only("use_conv_bias", True),
+    Only("use_bias", False),
+    Only("mamba_hidden_act", "silu"),
+)
+
+_KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
+
+ARCHITECTURE = Architecture(
+    model_types={"nemotron_h": "NemotronHForCausalLM"},
+    rows=(Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, in_memory=True), *OUTPUT),
+    config=(
+        Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("ffn_hidden_size", "intermediate_size", 21504),
+        Key("max_position_embeddings", "max_position_embeddings", 4096),
+        VOCABULARY,
+        Rule(HEADS.keys, lambda config, where: HEADS.read({"head_dim": 128} | dict(config), where), HEADS.write),
+        *_MIXER_KEYS,
+        Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
+        Always("gated_linear_unit", False),
+        Only("attention_bias", False),
+        Only("mlp_bias", False),
+        Only("sliding_window", None),
+        Only("moe_latent_size", None),
+        Only("norm_topk_prob", True),
+        Only("num_nextn_predict_layers", 0),
+        Only("residual_in_fp32", False),
+        Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+        tied(False),
+    ),
+    aliases=(replace(TIED, of="backbone.embeddings.weight"),),
+)

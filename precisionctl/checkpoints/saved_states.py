@@ -1,0 +1,95 @@
+"""Checkpoints of trainers that keep a model in pieces by rank, put together: weights and AdamW's moments under Hugging
+Face's names, as a Reader."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Chunk, Hints
+from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
+from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
+from precisionctl.checkpoints.trainer_directory import TrainerDirectory
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.param import STATE, TensorSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """What a checkpoint holds, by the model's own names.
+
+    `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
+    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `unread`
+    says in words what else there is of an optimizer, and `left` what stays behind of the run.
+    """
+
+    weights: Mapping[str, FlatTensor]
+    files: Sequence[Path]
+    iteration: int | None = None
+    moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
+    updates: int | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    unread: str = ""
+    left: tuple[str, ...] = ()
+
+
+class SavedStatesReader(TrainerDirectory):
+    """What `saved` has of the checkpoint in `directory`; the other arguments are those of TrainerDirectory.
+
+    Raises DamagedCheckpoint for names that are those of something else.
+    """
+
+    def __init__(self, path: Path, hints: Hints, what: str, directory: Path, saved: SavedStates, *beside: Path) -> None:
+        super().__init__(path, hints, what, *beside)
+        self._directory, self._saved = directory, saved
+        tensors = self._logical(saved.weights)
+        for kind, moments in saved.moments.items():
+            tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
+        self._tensors = FlatTensors(tensors)
+        specs = self._tensors.specs
+        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
+        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+
+    def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
+        """The tensors by name, one for each expert of a stack."""
+        stacks = {name for name, one in stored.items() if is_stack(name, one.spec)}
+        if sum(stored[name].spec.rows for name in stacks) > MOST_SLICES:
+            raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self._directory)
+        found: dict[str, FlatTensor] = {}
+        for name, one in stored.items():
+            if stored_name(name)[1] is not None or name.startswith(STATE):
+                raise DamagedCheckpoint(f"`{name}` is named as a part of something else", where=self._directory)
+            if name in stacks:
+                found |= {f"{name}[{index}]": each for index, each in enumerate(one.slices())}
+            else:
+                found[name] = one
+        return found
+
+    @property
+    def unread(self) -> str:
+        """What there is of an optimizer that is not AdamW's, or cannot be told by parameter, in words."""
+        return self._saved.unread
+
+    @property
+    def trainer_run(self) -> TrainerRun:
+        """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
+        if self._saved.updates is None:
+            do = "--drop-optimizer leaves the optimizer behind."
+            raise CheckpointError("nothing says how many updates the optimizer made", where=self._directory, do=do)
+        left = ("the schedule of learning rates, whose kind is not stored", *self._saved.left)
+        more = ("random generators", "the order of data", *lost_settings(self._saved.groups))
+        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, *more))
+
+    @property
+    def iteration(self) -> int | None:
+        return self._saved.iteration
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._saved.files
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._tensors.chunks(name)

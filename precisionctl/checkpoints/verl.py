@@ -1,0 +1,223 @@
+"""verl's checkpoints of FSDP 1 and 2: the state dicts of each rank, as torch.save writes them (read off verl 0.9.1,
+utils/checkpoint/fsdp_checkpoint_manager.py).
+
+`model_world_size_W_rank_R.pt` has DTensors, of which a rank has some rows; tensors that are not cut are whole on all
+ranks. With replicas of the model (HSDP) the first ranks have one of them together.
+
+`optim_world_size_W_rank_R.pt` is torch.optim's, under numbers: those of the model's parameters, which stand in the
+model's file in their order. The moments of a parameter are
+
+- with FSDP 2 cut as it is;
+- with FSDP 1 flat: those of a unit (a layer, or all that is in none) one after the other, padded, in equal parts for
+  the ranks; with `use_orig_params` of each parameter what a rank has of that.
+
+Config and tokenizer are in `huggingface/`; `extra_state_*.pt` has generators and the scheduler's counts.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.dtensors import RankShard
+from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.numbered_optimizer import DROP, names_by_number
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader
+from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
+from precisionctl.checkpoints.trainer_run import number
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import has_file
+
+_FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_STEP = re.compile(r"global_step_(\d{1,18})")
+_LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
+_TIED = "lm_head.weight"
+"""With FSDP 1 it is there beside embeddings that it is tied to, with bytes of its own."""
+_WHAT = "not what verl writes"
+
+RankParts = Sequence[tuple[Path, Any]]
+"""What each rank of one copy of the model has of a tensor, with the file that it is in."""
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` has files of ranks."""
+    return path.is_dir() and any(_FILE.fullmatch(one.name) for one in path.glob("model_world_size_*_rank_*.pt"))
+
+
+class VerlReader(SavedStatesReader):
+    """A checkpoint of verl's FSDP workers, such as `global_step_10/actor`. Opening one reads the pickles of all ranks,
+    and no tensors.
+
+    Raises DamagedCheckpoint where files are missing or contradict each other, and UnsafePickle.
+    """
+
+    container = "verl"
+
+    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
+        if iteration is not None:
+            do = f"Give {path.parent}/global_step_{iteration}."
+            raise CheckpointError("verl has each step in a directory of its own", where=path, do=do)
+        with damage(_WHAT, path):
+            saved = _read(path)
+        super().__init__(path, hints, "a checkpoint of verl", path, saved, path / "huggingface")
+
+
+CONTAINER = Container(recognise, VerlReader, "model_world_size_*_rank_*.pt of verl's FSDP workers")
+
+
+def _read(directory: Path) -> SavedStates:
+    models = _rank_files(directory, "model")
+    states = [(path, _state_dict(path)) for path in models]
+    first = states[0][1]
+    if any(state.keys() != first.keys() for _, state in states):
+        raise DamagedCheckpoint("ranks have tensors of other names", where=directory, do="Is the copy whole?")
+    copy = states[: _ranks_of_a_copy([state for _, state in states])]
+    if len(states) % len(copy):
+        what = f"files of {len(states)} ranks, of which {len(copy)} have the model together"
+        raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
+    weights = {name: _joined([(path, state[name]) for path, state in copy], name) for name in first}
+    optimizers = _rank_files(directory, "optim")
+    step = _STEP.fullmatch(directory.absolute().parent.name)
+    files, iteration = [*models, *optimizers], int(step[1]) if step else None
+    if len(optimizers) not in (0, len(models)):
+        what = f"the optimizer of {len(optimizers)} ranks, the model of {len(models)}"
+        raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
+    saved = SavedStates(weights, files, iteration, left=("the scheduler's counts",))
+    if not optimizers:
+        return saved
+    contents = [(path, skeleton(path)) for path in optimizers[: len(copy)]]
+    if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
+        return replace(saved, unread="it is not under numbers, as torch.optim's is")
+    groups = [dict(group) for group in contents[0][1]["param_groups"]]
+    states_of = [(path, one["state"]) for path, one in contents]
+    kinds = dict.fromkeys(kind for _, one in states_of for state in one.values() for kind in state)
+    if others := [kind for kind in kinds if kind not in ("step", *MOMENTS)]:
+        return replace(saved, unread=f"{shown(others)}, which AdamW has not")
+    updates = {number(state["step"], path) for path, one in states_of for state in one.values()}
+    if len(updates) != 1:
+        return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
+    specs = {name: weights[name].spec for name in _parameters(first)}
+    try:
+        moments = {kind: _moments(states_of, kind, groups, specs) for kind in MOMENTS}
+    except DamagedCheckpoint:
+        raise
+    except CheckpointError as error:  # of another order
+        return replace(saved, unread=error.what)
+    return replace(saved, moments=moments, updates=updates.pop(), groups=groups)
+
+
+def _rank_files(directory: Path, kind: str) -> list[Path]:
+    """The files of a kind in the order of ranks. Raises DamagedCheckpoint where one is missing."""
+    matches = [match for one in directory.iterdir() if (match := _FILE.fullmatch(one.name)) and match[1] == kind]
+    sizes, ranks = {int(match[2]) for match in matches}, sorted((int(match[3]), match[0]) for match in matches)
+    if len(sizes) > 1 or [rank for rank, _ in ranks] != list(range(*sizes)):
+        what = (
+            f"{kind}_* of ranks {shown([rank for rank, _ in ranks])}, which say that they are of {shown(sorted(sizes))}"
+        )
+        raise DamagedCheckpoint(what, where=directory, do="Is the copy whole? Remove files of other runs.")
+    for _, name in ranks:
+        has_file(directory / name, directory)
+    return [directory / name for _, name in ranks]
+
+
+def _state_dict(path: Path) -> Mapping[str, Any]:
+    found = skeleton(path)
+    if not isinstance(found, dict) or not all(type(name) is str and name for name in found):
+        raise DamagedCheckpoint(_WHAT, where=path)
+    return found
+
+
+def _ranks_of_a_copy(states: Sequence[Mapping[str, Any]]) -> int:
+    """How many ranks have the model together: the longest that any tensor takes until all its rows are there."""
+    most = 1
+    for name, one in states[0].items():
+        if isinstance(one, RankShard) and one.cut:
+            rows = accumulate(_rows(state[name]) for state in states)
+            whole = (count for count, found in enumerate(rows, 1) if found >= one.shape[0])
+            most = max(most, next(whole, len(states)))
+    return most
+
+
+def _rows(one: object) -> int:
+    local = one.local if isinstance(one, RankShard) else None
+    return local.shape[0] if isinstance(local, LocatedTensor) and local.shape else 0
+
+
+def _parameters(state: Mapping[str, Any]) -> list[str]:
+    """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
+    DTensors a buffer."""
+    kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
+    seen = dict[int, str]()
+    for name, one in state.items():
+        local = one.local if isinstance(one, RankShard) else one
+        if isinstance(one, kind) and isinstance(local, LocatedTensor):
+            seen.setdefault(local.offset, name)
+    return list(seen.values())
+
+
+def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:
+    """A tensor of its parts. A `shape` is that of flat ones, which do not say it."""
+    path, first = parts[0]
+    if isinstance(first, RankShard):
+        if any(not isinstance(one, RankShard) or one[1:] != first[1:] for _, one in parts):
+            raise DamagedCheckpoint(f"`{name}` is another tensor on other ranks", where=path, do="Is the copy whole?")
+        shape = first.shape
+        parts = [(path, one.local) for path, one in (parts if first.cut else parts[:1])]
+    elif shape is None:
+        parts = parts[:1]
+    where, found = parts[0]
+    if bad := [(path, one) for path, one in parts if not isinstance(one, LocatedTensor)]:
+        where, found = bad[0]
+        raise DamagedCheckpoint(f"`{name}` is {shown(found)}, not a contiguous tensor", where=where)
+    shape = found.shape if shape is None else shape
+    counts = [math.prod(one.shape) for _, one in parts]
+    if sum(counts) != math.prod(shape) or any(one.dtype != found.dtype for _, one in parts):
+        what = f"ranks have {sum(counts)} elements of `{name}` {list(shape)}, or of several dtypes"
+        raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
+    return FlatTensor(TensorSpec(shape, found.dtype), EndToEnd(parts, counts))
+
+
+def _moments(
+    states: Sequence[tuple[Path, Mapping[int, Any]]],
+    kind: str,
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, TensorSpec],
+) -> dict[str, FlatTensor]:
+    """Moments of a kind by parameter."""
+
+    def parts(number: int) -> RankParts:
+        return [(path, state[number][kind]) for path, state in states if number in state]
+
+    numbers = [number for group in groups for number in group["params"]]
+    for names in (list(parameters), [name for name in parameters if not name.endswith(_TIED)]):
+        if len(numbers) == len(names):
+            named = names_by_number(groups, names, states[0][0])
+            trained = {named[number]: found for number in numbers if (found := parts(number))}
+            return {name: _joined(found, name, parameters[name].shape) for name, found in trained.items()}
+        units, flat = _units(names), [parts(number) for number in numbers]
+        counts = [[math.prod(parameters[name].shape) for name in unit] for unit in units]
+        each = [-(-sum(unit) // len(states)) for unit in counts]
+        if [[one.shape for _, one in found] for found in flat] == [[(count,)] * len(states) for count in each]:
+            tensors = dict[str, FlatTensor]()
+            for unit, found, sizes, count in zip(units, flat, counts, each, strict=True):
+                whole = _joined(found, unit[0], (count * len(states),))
+                for name, end, size in zip(unit, accumulate(sizes), sizes, strict=True):
+                    spec = TensorSpec(parameters[name].shape, whole.spec.dtype)
+                    tensors[name] = FlatTensor(spec, Within(whole.flat, end - size))
+            return tensors
+    what = f"an optimizer of {len(numbers)} parameters or units, which are none of this model's"
+    raise CheckpointError(what, where=states[0][0], do=DROP)
+
+
+def _units(names: Sequence[str]) -> list[list[str]]:
+    """The parameters of each unit of FSDP 1, as verl makes them: all that is in no layer, then the layers."""
+    units: dict[str, list[str]] = {"": []}
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        units.setdefault(layer[1] if layer else "", []).append(name)
+    return list(units.values())

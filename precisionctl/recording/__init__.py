@@ -1,0 +1,1 @@
+"""Recording: FP8 state from training that another program does."""

@@ -1,0 +1,157 @@
+"""Where a live model computes the GEMMs that have FP8 state, by their Megatron names.
+
+Of transformers' models the families' tables say it; modules of Megatron-Core have the names.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import Tensor, nn
+
+from precisionctl.architectures.families import supported
+from precisionctl.architectures.param_map import Row
+from precisionctl.errors import PrecisionError, UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job
+from precisionctl.precision import Precision
+from precisionctl.recording.live_weights import LiveWeights
+from precisionctl.trainer.backends.base import Norm, norm_of
+
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Normed:
+    """The norm before a GEMM. `module` is called with what it normalises; `output` computes, in FP32, what TE's fused
+    norm casts."""
+
+    module: nn.Module
+    output: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GemmSite:
+    """A GEMM, and the modules that compute it: `linears` all take its input, and their outputs together are its output
+    (q, k and v). `expert` is the number of the expert whose it is. One module may compute the GEMMs of all `experts`
+    with these numbers: it is called with their tokens, and how many each of them has."""
+
+    name: str
+    linears: tuple[nn.Module, ...]
+    normed: Normed | None = None
+    expert: int | None = None
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The GEMMs of a live model that are to be recorded, and the attention modules whose keys and values are, by the
+    name of their state. `in_transformers` says whose modules these are."""
+
+    gemms: tuple[GemmSite, ...]
+    attention: Mapping[nn.Module, str] = field(default_factory=dict)
+    in_transformers: bool = False
+
+
+def find_sites(model: nn.Module, precision: Precision) -> Sites:
+    """The sites of a model of transformers or Megatron-Core whose GEMMs `precision` has in FP8. Raises
+    UnknownArchitecture for a model of another kind or without a table, PrecisionError for GEMMs that no module computes
+    alone."""
+    if hasattr(getattr(model, "config", None), "model_type"):
+        return _of_transformers(model, precision)
+    if any(_LAYER.search(name) for name, _ in model.named_modules()):
+        return _of_megatron(model, precision)
+    raise UnknownArchitecture(
+        f"`{type(model).__name__}` is a model of neither transformers nor Megatron-Core",
+        do="Give the model itself: what an adapter or another wrapper makes of it has other names.",
+    )
+
+
+def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
+    plan = make_plan(LiveWeights.of(model), "megatron").text
+    jobs, precision = {job.name: job for job in plan.jobs}, precision.of_layers(plan.model.num_layers)
+    gemms, attention = [], {}
+    for job in plan.jobs:
+        if not job.row.gemm:
+            continue
+        names = [read.rpartition(".")[0] for read in job.reads]
+        if job.module.endswith(".self_attention.linear_proj") and not plan.model.mla:
+            module = model.get_submodule(names[0].rpartition(".")[0])
+            attention[module] = job.module.replace("linear_proj", "core_attention")
+        if precision.in_fp8(job.module):
+            if job.reads[0].endswith("]"):  # a slice
+                raise _no_linears(names[0])
+            linears = tuple(model.get_submodule(name) for name in names)
+            gemms.append(GemmSite(job.module, linears, _norm_before(job.module, jobs, model, plan.model), job.expert))
+    return Sites(tuple(gemms), attention, in_transformers=True)
+
+
+def _norm_before(name: str, jobs: Mapping[str, Job], model: nn.Module, shape: ModelShape) -> Normed | None:
+    """The norm that Megatron has in a module, and transformers before it."""
+    weight, bias = jobs.get(f"{name}.layer_norm_weight"), jobs.get(f"{name}.layer_norm_bias")
+    if weight is None:
+        return None
+    norm = norm_of(shape)
+
+    def output(values: Tensor) -> Tensor:
+        gain = weight.row.merge([model.get_parameter(weight.reads[0])], shape)
+        added = model.get_parameter(bias.reads[0]) if bias and bias.reads else gain.new_zeros(len(gain))
+        return norm.of(values, gain, added)
+
+    return Normed(model.get_submodule(weight.reads[0].rpartition(".")[0]), output)
+
+
+def _no_linears(name: str) -> PrecisionError:
+    return PrecisionError(
+        "experts in one tensor have no linears to record",
+        where=name,
+        do='Leave them out (`precision.keep_bf16=["*.experts.*"]` as an override), or record them with `calibrate`.',
+    )
+
+
+def _of_megatron(model: nn.Module, precision: Precision) -> Sites:
+    """Numbers of layers are those in the whole model, as `layer_number` of each says, from 1 on; those of experts are
+    in `local_expert_indices`."""
+    modules = dict(model.named_modules())
+    layers = {name: int(found[1]) for name in modules if (found := _LAYER.search(name))}
+    config = getattr(model, "config", None)
+    precision = precision.of_layers(getattr(config, "num_layers", len(layers)))
+    gemms, attention = [], {}
+    for path, number in layers.items():
+        prefix = f"decoder.layers.{getattr(modules[path], 'layer_number', number + 1) - 1}"
+        if hasattr(modules.get(f"{path}.mlp.experts"), "weight1"):  # GroupedMLP
+            raise _no_linears(f"{prefix}.mlp.experts")
+        latent = f"{path}.self_attention.linear_kv_up_proj" in modules
+        for inner, module in modules[path].named_modules():
+            if inner == "self_attention.core_attention" and not latent:
+                attention[module] = f"{prefix}.{inner}"
+            found = _EXPERT.search(inner)
+            name = _EXPERT.sub("", inner)
+            if name not in _gemm_names() or not precision.in_fp8(f"{prefix}.{name}"):
+                continue
+            numbers = getattr(modules[path].get_submodule("mlp"), "local_expert_indices", None)
+            weights = sum(bool(re.fullmatch(r"weight\d+", each)) for each, _ in module.named_parameters(recurse=False))
+            experts = tuple(numbers or range(weights)) if weights else ()
+            expert = (numbers[int(found[1])] if numbers else int(found[1])) if found else None
+            gemms.append(GemmSite(f"{prefix}.{name}", (module,), _fused_norm(module), expert, experts))
+    return Sites(tuple(gemms), attention)
+
+
+@cache
+def _gemm_names() -> frozenset[str]:
+    """The names of modules of GEMMs, within their layer, in any family."""
+    tables = (table for family in supported().values() for table in family.rows)
+    rows = (row for table in tables for row in ((table,) if isinstance(table, Row) else (*table.first, *table.second)))
+    modules = (row.megatron.rpartition(".")[0] for row in rows if row.gemm)
+    return frozenset(module.partition("{layer}.")[2] for module in modules if "{layer}" in module)
+
+
+def _fused_norm(module: nn.Module) -> Normed | None:
+    """The norm in one of TE's linears."""
+    if getattr(module, "layer_norm_weight", None) is None:
+        return None
+    norm = Norm(module.normalization, module.eps, module.zero_centered_gamma)  # type: ignore[arg-type]
+    return Normed(module, lambda values: norm.of(values, module.layer_norm_weight, module.layer_norm_bias))  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""The file of a recording, of one process or of several that each recorded their own part.
+
+Processes exchange nothing: each writes its part beside the file, and the one that finds all parts there merges them. So
+the run that is recorded has no collective that is not its own, and nobody waits.
+"""
+
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from precisionctl.checkpoints.output import Output, disk_problems, write_then_rename
+from precisionctl.errors import OutputError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8State, Fp8States
+
+_PART = re.compile(r"(\d+) of (\d+)\.safetensors(\.new)?")
+_EXPERT = re.compile(r"(.+)\[(\d+)\]")
+
+
+def begin(output: Output) -> None:
+    """Make way for the parts of all processes: the first removes those of a run that was killed. Raises
+    DestinationExists, and OutputError if something else is where parts go."""
+    output.check_free()
+    output.check_links()
+    rank, _ = _here()
+    if rank or not output.partial.exists():
+        return
+    if others := [path.name for path in output.partial.iterdir() if not _PART.fullmatch(path.name)]:
+        raise OutputError(f"{others[0]} is there, and no recorder left it", where=output.partial)
+    shutil.rmtree(output.partial)
+
+
+def write_part(output: Output, states: Fp8States) -> None:
+    """Write what this process recorded; and the file, if the parts of all are there. Raises DestinationExists."""
+    rank, count = _here()
+    output.check_free()
+    with disk_problems(output):
+        if count == 1:
+            output.path.parent.mkdir(parents=True, exist_ok=True)
+            write_then_rename(output.path, lambda path: sidecar.write(path, merged([states])))
+            return
+        output.partial.mkdir(parents=True, exist_ok=True)
+        write_then_rename(output.partial / f"{rank} of {count}.safetensors", lambda path: sidecar.write(path, states))
+        parts = [output.partial / f"{number} of {count}.safetensors" for number in range(count)]
+        if not all(part.exists() for part in parts):
+            return
+        mine = output.partial.with_name(f"{output.path.name}.merging")
+        with suppress(FileNotFoundError):  # another process finds all parts, too: the first to rename them merges
+            output.partial.rename(mine)
+            read = [sidecar.read(mine / part.name) for part in parts]
+            write_then_rename(output.path, lambda path: sidecar.write(path, merged(read)), beside=mine)
+            shutil.rmtree(mine)
+
+
+def merged(parts: Iterable[Fp8States]) -> Fp8States:
+    """One state of those of all processes: where several recorded a tensor, or a part of it, the largest amax of each
+    row. Experts, `module[expert]` in a part, become their module's."""
+    parts = list(parts)
+    by_key: dict[str, list[Fp8State]] = {}
+    for part in parts:
+        for key, state in part.modules.items():
+            by_key.setdefault(key, []).append(state)
+    modules: dict[str, Fp8State] = {}
+    experts: dict[str, dict[int, Fp8State]] = {}
+    for key, states in by_key.items():
+        state = Fp8State.merge(states)
+        if found := _EXPERT.fullmatch(key):
+            experts.setdefault(found[1], {})[int(found[2])] = state
+        else:
+            modules[key] = state
+    for module, numbered in experts.items():
+        modules[module] = Fp8State.of_experts([numbered[number] for number in sorted(numbered)])
+    digest = next((part.of_weights for part in parts if part.of_weights), None)
+    return replace(parts[0], modules=modules, of_weights=digest)
+
+
+def _here() -> tuple[int, int]:
+    """The number of this process and of all that train."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

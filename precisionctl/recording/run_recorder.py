@@ -1,0 +1,244 @@
+"""RunRecorder: records the amaxes of a model that another program trains, and writes the file that `calibrate` would.
+
+Hooks on the model's own modules read what `Recorder` is shown by ours, and change nothing. On a GPU nothing waits for
+them: amaxes stay on the device until the file is written.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.checkpoints.output import Output
+from precisionctl.errors import MissingFp8State, RecipeError
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.recipe import load_recipe
+from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
+from precisionctl.recording.live_weights import digest_of
+from precisionctl.recording.rank_files import begin, write_part
+from precisionctl.recording.watched_attention import watch_attention
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.start import CALIBRATED
+
+
+class RunRecorder:
+    """Records the passes with gradients of the models that it is attached to, under a recipe of delayed scaling.
+
+    A forward pass of the model begins a row of the histories; its backward belongs to it. Of passes each `every`-th is
+    recorded. After `passes` of these, the file is written and the hooks are gone; without a number, `finish` does that.
+    Of several processes each records its own; the last to finish writes the file of all.
+
+    Raises RecipeError for a recipe that keeps no state, DestinationExists if something is at `out`.
+    """
+
+    iteration: int | None = None
+    """The training step that the file is to name."""
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        recipe: str = "fp8-delayed",
+        overrides: tuple[str, ...] = (),
+        every: int = 1,
+        passes: int | None = None,
+    ) -> None:
+        self.precision = replace(load_recipe(recipe, overrides).precision, fp8=True)
+        if not self.precision.keeps_state:
+            raise RecipeError(
+                f"{self.precision.scaling} scaling keeps no state to record",
+                do="Choose a recipe with precision.scaling=delayed.",
+            )
+        begin(Output(out))
+        self.out, self._every, self._passes = out, every, passes
+        self._seen = self._recorded = 0
+        self._recording = False
+        self._mask: Tensor | None = None
+        self._amaxes: dict[tuple[str, Role], Tensor] = {}
+        """Of the pass that is running, by module and role."""
+        self._recorder: Recorder | None = None
+        self.models: list[nn.Module] = []
+        """Those that it is attached to, without what is around them."""
+        self._gemms: list[GemmSite] = []
+        self._detach: list[Callable[[], object]] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Record a model of transformers or Megatron-Core, in DDP or not; of a model in several parts, as pipelines
+        have them, each in turn. Raises UnknownArchitecture, PrecisionError, and as `make_plan` for a model that is not
+        what its config says."""
+        while isinstance(inner := getattr(model, "module", None), nn.Module):
+            model = inner
+        sites = find_sites(model, self.precision)
+        hook = model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
+        self._detach.append(hook.remove)
+        for site in sites.gemms:
+            self._watch(site)
+        if sites.in_transformers:
+            self._detach.append(watch_attention(sites.attention, self._record_cache))
+        else:
+            for module, name in sites.attention.items():
+                of_attention = module.register_forward_pre_hook(
+                    lambda _, args, name=name: self._record_cache(name, args[1], args[2])
+                )
+                self._detach.append(of_attention.remove)
+        self.models.append(model)
+        self._gemms += sites.gemms
+
+    def _begin_pass(self, model: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        if self.models and model is not self.models[0]:  # a later part of the same pass
+            return
+        self._end_pass()
+        if self._recorded == self._passes:
+            self.finish()
+        elif torch.is_grad_enabled():
+            self._recording = self._seen % self._every == 0
+            self._seen += 1
+            self._recorded += self._recording
+            mask = kwargs.get("attention_mask")
+            self._mask = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            # On a GPU nothing asks whether there is padding, as that would wait for it
+            if self._mask is not None and self._mask.is_cpu and bool(self._mask.all()):
+                self._mask = None
+
+    def _end_pass(self) -> None:
+        if self._amaxes:
+            if self._recorder is None:
+                self._recorder = Recorder(self.precision, next(iter(self._amaxes.values())).device)
+            self._recorder.record_pass(self._amaxes)
+        self._amaxes = {}
+        self._recording = False
+
+    def _watch(self, site: GemmSite) -> None:
+        """Hook the modules of a GEMM: what goes into the first, or into its norm; the weights of all, before an owner
+        frees them; and the gradients of what comes out."""
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not self._recording or not torch.is_grad_enabled() or _keeps_state(module):
+                return
+            if module is site.linears[0] and site.normed is None:
+                self._record(site, "input", args[0], args)
+            for expert, weight in _weights(module, site):
+                self._take(_key(site.name, expert), "weight", _amax(weight).bfloat16())
+
+        def norm_before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self._recording and torch.is_grad_enabled() and not _keeps_state(site.linears[0]):
+                assert site.normed
+                with torch.no_grad():
+                    amax = _normed_amax(site.normed, args[0].detach().flatten(0, -2), self._mask)
+                self._take(_key(site.name, site.expert), "input", amax)
+
+        def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            out = out[0] if isinstance(out, tuple) else out
+            if self._recording and out.requires_grad and not _keeps_state(module):
+                out.register_hook(lambda gradient: self._record(site, "grad_output", gradient, args))
+
+        if site.normed:
+            self._detach.append(site.normed.module.register_forward_pre_hook(norm_before).remove)
+        for linear in site.linears:
+            self._detach.append(linear.register_forward_pre_hook(before).remove)
+            self._detach.append(linear.register_forward_hook(after).remove)
+
+    def _record(self, site: GemmSite, role: Role, values: Tensor, args: tuple[Any, ...]) -> None:
+        """Record tokens `[..., features]` that go into a GEMM or, as gradients, come out of it."""
+        if site.experts:
+            for expert, part in zip(site.experts, torch.split(values, [int(count) for count in args[1]]), strict=True):
+                self._take(_key(site.name, expert), role, _amax(part))
+        else:
+            self._take(_key(site.name, site.expert), role, _amax(values, self._mask))
+
+    def _record_cache(self, name: str, key: Tensor, value: Tensor) -> None:
+        if self._recording and torch.is_grad_enabled():
+            for role, values in (("k", key), ("v", value)):
+                self._take(name, role, _amax(values if self._mask is None else values.transpose(1, 2), self._mask))
+
+    def _take(self, module: str, role: Role, amax: Tensor) -> None:
+        before = self._amaxes.get((module, role))
+        self._amaxes[module, role] = amax if before is None else torch.maximum(before, amax)
+
+    def detach(self) -> None:
+        """Remove the hooks; what was recorded stays."""
+        while self._detach:
+            self._detach.pop()()
+
+    def finish(self) -> None:
+        """Remove the hooks and write the file. Raises MissingFp8State if no pass was recorded, and what `sidecar.write`
+        raises."""
+        self._end_pass()
+        self.detach()
+        if not self._recorded:
+            raise MissingFp8State(
+                "no pass with gradients was recorded",
+                where=self.out,
+                do="Record around the forward and backward passes of training.",
+            )
+        write_part(Output(self.out), self._states())
+
+    def _states(self) -> Fp8States:
+        """What this process has recorded, an expert's as `module[expert]`; of modules that TE computes in FP8, what
+        they have recorded themselves."""
+        recipe = self.precision.delayed
+        found = self._recorder.states() if self._recorder else {}
+        for site in self._gemms:
+            keys = [_key(site.name, expert) for expert in site.experts or (site.expert,)]
+            own = [_own_state(linear, site, recipe) for linear in site.linears if _keeps_state(linear)]
+            if own:
+                merged = Fp8State.merge(own)
+                each = [merged.of_expert(number) for number in range(len(keys))] if site.experts else [merged]
+                found |= dict(zip(keys, each, strict=True))
+            for key in keys:
+                found.setdefault(key, Fp8State.fresh(recipe.amax_history_len))
+        return Fp8States(
+            recipe, found, producer=CALIBRATED, iteration=self.iteration, of_weights=digest_of(self.models[0])
+        )
+
+
+def _key(module: str, expert: int | None) -> str:
+    return module if expert is None else f"{module}[{expert}]"
+
+
+def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The largest magnitude, NaN if any is; with a mask, bool `[tokens]`, that of tokens where it is True."""
+    values = values.detach()
+    if mask is not None:
+        values = values.reshape(len(mask), -1).masked_fill(~mask.to(values.device)[:, None], 0)
+    if not values.numel():
+        return values.new_zeros(())
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high)
+
+
+def _normed_amax(normed: Normed, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """That of a norm's output. On a CPU `[tokens, features]` are normed in pieces that stay in a core's cache, which
+    takes a ninth of the time."""
+    rows = max(1, numerics.PIECE // tokens.shape[1]) if tokens.is_cpu else len(tokens)
+    parts = torch.split(tokens, rows)
+    masks = [None] * len(parts) if mask is None else torch.split(mask, rows)
+    return torch.stack([_amax(normed.output(part), kept) for part, kept in zip(parts, masks, strict=True)]).amax()
+
+
+def _weights(linear: nn.Module, site: GemmSite) -> Iterator[tuple[int | None, Tensor]]:
+    """The weights of a linear, each with the number of its expert."""
+    if not site.experts:
+        yield site.expert, linear.get_parameter("weight")
+    for place, expert in enumerate(site.experts):
+        yield expert, linear.get_parameter(f"weight{place}")
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """Whether Transformer Engine computes a module under delayed scaling, and so records it itself."""
+    meta = getattr(module, "fp8_meta", None)
+    return isinstance(meta, dict) and hasattr(meta.get("scaling_fwd"), "amax_history")
+
+
+def _own_state(linear: nn.Module, site: GemmSite, recipe: DelayedScaling) -> Fp8State:
+    """The state that Transformer Engine keeps of a linear, under our recipe."""
+    payload: Any = linear.get_extra_state()
+    found = decode_payload(payload.numpy().tobytes(), site.name, of_group=bool(site.experts))
+    if found is None:  # nothing recorded yet
+        return Fp8State.fresh(recipe.amax_history_len, (len(site.experts),) if site.experts else ())
+    return numerics.change_recipe(found[1], found[0], recipe)

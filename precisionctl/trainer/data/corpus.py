@@ -1,0 +1,170 @@
+"""`tokenize`: data as Megatron's `.bin` and `.idx`, made by all cores; a killed command continues where it was.
+
+Everything is built in `OUT.partial/`, in the order of the data, so that the bytes are the same for any number of
+workers. Conversations have a third file, `OUT.learned`, as Megatron's two have no place for it: a byte for each token,
+1 if it is to be learned.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.output import lock, open_kept, replace_file, sync
+from precisionctl.errors import DataError, DiskProblem, OutputError
+from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
+from precisionctl.trainer.data.formats.base import Record
+from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.megatron import BIN, ID_TYPES, IDX, LEARNED, with_suffix, write_index
+from precisionctl.trainer.data.store import key_of
+from precisionctl.trainer.data.tokenize import tokenize
+from precisionctl.trainer.stopping import stop_signals
+
+TOKENS_AT_ONCE = 1 << 24
+"""So many are written between two notes of how far the command has come."""
+
+_JOURNAL, _LENGTHS, _LOCK = "journal.json", "lengths", "lock"
+
+_MOST_OF_16_BITS = 65500
+"""As Megatron's DType.optimal_dtype."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is made of some data so far: the numbers of documents (or conversations) and of tokens, and of those to be
+    learned (None: all). `key` is of data and tokenizer, `code` the type of ids as in ID_TYPES."""
+
+    key: str
+    code: int
+    documents: int = 0
+    tokens: int = 0
+    learned: int | None = None
+    notes: Sequence[str] = ()
+    signal: str = ""
+    """What stopped it; empty if it is complete."""
+
+
+def make_corpus(
+    data: Path, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None] = lambda size: None
+) -> Corpus:
+    """Tokenize a file or a directory of files as `resume` does, with the tokenizer of a checkpoint or of a directory
+    that has no more, in `workers` processes. `on_text` is called with the characters of each further piece of text.
+
+    Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
+    """
+    partial, files = out.with_name(f"{out.name}.partial"), files_of(data)
+    for suffix in (BIN, IDX, LEARNED):
+        if (there := with_suffix(out, suffix)).exists() and not (partial / IDX).exists():
+            raise OutputError("it is there already", where=there, do="Choose another OUT, or remove it.")
+    if (partial.exists() and not (partial / _LOCK).exists()) or partial.is_symlink():
+        raise OutputError("nothing of this command's", where=partial, do="Choose another OUT, or remove it.")
+    alone = any((tokenizer / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    companions = read_companions(tokenizer) if alone else open_checkpoint(tokenizer).companions
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            file = stack.enter_context(open_kept(partial / _LOCK))
+            lock(file, OutputError("another process is making it", where=partial, do="Wait for it, or stop it."))
+            tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
+            begun = Corpus(key_of(files, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
+            made = _begin(partial, begun)
+            if not (partial / IDX).exists():
+                made = _write(partial, made, _told(records(files), on_text), tokenizers)
+        if not made.signal:
+            _finish(partial, out, made)
+        return made
+    except OSError as error:
+        do = "Make room and run the same command again, which continues."
+        raise DiskProblem(f"the disk failed: {error.strerror}", where=partial, do=do) from error
+
+
+def _begin(partial: Path, begun: Corpus) -> Corpus:
+    """What an earlier command has made of the same data, to which its files are cut; else nothing."""
+    with suppress(OSError, ValueError, TypeError):
+        before = Corpus(**json.loads((partial / _JOURNAL).read_bytes()))
+        if before.key == begun.key:
+            if not (partial / IDX).exists():  # else all is written, and some of it may have its name already
+                for name, size in _sizes(before).items():
+                    os.truncate(partial / name, size)
+            return replace(before, signal="")
+    for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
+        (partial / name).unlink(missing_ok=True)
+    return begun
+
+
+def _sizes(made: Corpus) -> dict[str, int]:
+    """The bytes of each file."""
+    learned = {} if made.learned is None else {LEARNED: made.tokens}
+    return {_LENGTHS: 4 * made.documents, BIN: made.tokens * np.dtype(ID_TYPES[made.code]).itemsize, **learned}
+
+
+def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Corpus:
+    """Append what is not made yet."""
+    dtype = np.dtype(ID_TYPES[made.code])
+    largest, noted = np.iinfo(dtype).max, made.tokens
+    with ExitStack() as stack:
+        received = stack.enter_context(stop_signals())
+        lengths, ids, learned = (stack.enter_context(open(partial / name, "ab")) for name in (_LENGTHS, BIN, LEARNED))
+
+        def note() -> None:
+            for file in (lengths, ids, learned):
+                file.flush()
+                os.fsync(file.fileno())
+            replace_file(partial / _JOURNAL, json.dumps(asdict(made)))
+
+        samples = stack.enter_context(closing(tokenize(islice(rows, made.documents, None), tokenizers)))
+        for sample in samples:
+            if int(sample.tokens.max(initial=0)) > largest:
+                raise DataError(f"the tokenizer makes token {sample.tokens.max()}, beyond those that it says it has")
+            ids.write(sample.tokens.astype(dtype).data)
+            lengths.write(struct.pack("<i", len(sample.tokens)))
+            to_learn = made.learned
+            if sample.learned is not None:
+                learned.write(np.ascontiguousarray(sample.learned).data)
+                to_learn = (made.learned or 0) + int(sample.learned.sum())
+            made = replace(
+                made,
+                documents=made.documents + 1,
+                tokens=made.tokens + len(sample.tokens),
+                learned=to_learn,
+                notes=sample.notes,
+            )
+            if received:
+                made = replace(made, signal=received[0].name)
+                break
+            if made.tokens - noted >= TOKENS_AT_ONCE:
+                note()
+                noted = made.tokens
+        note()
+    return made
+
+
+def _finish(partial: Path, out: Path, made: Corpus) -> None:
+    """Write the index, and give all files their names: the index last, as without it there is no data set."""
+    if not made.tokens:
+        raise DataError("nothing to tokenize", where=out)
+    if not (partial / IDX).exists():
+        lengths = np.memmap(partial / _LENGTHS, "<i4", "r")
+        write_index(partial / "index", lengths, made.code)
+        sync(partial / "index")
+        (partial / "index").rename(partial / IDX)
+    for name in (LEARNED, BIN, IDX):
+        if (partial / name).exists() and (name != LEARNED or made.learned is not None):
+            (partial / name).rename(with_suffix(out, name))
+    sync(out.absolute().parent)
+    shutil.rmtree(partial)
+
+
+def _told(rows: Iterator[Record], on_text: Callable[[int], None]) -> Iterator[Record]:
+    for record in rows:
+        on_text(sum(len(str(value)) for value in record.row.values()))
+        yield record

@@ -1,0 +1,91 @@
+"""Advice fits the command that is given it: it names options of that command, or the command that has them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from command_line import run
+from scoring import save
+
+from precisionctl.cli import main
+
+
+def options_of(command: str) -> set[str]:
+    return {flag for parameter in main.commands[command].params for flag in parameter.opts}
+
+
+def misplaced(do: str, command: str) -> list[str]:
+    """The options in advice that neither the command has nor one that is named before them."""
+    known, wrong = options_of(command), []
+    for word in re.findall(r"[a-z-]+", do):
+        if word in main.commands:
+            known |= options_of(word)
+        elif word.startswith("--") and word not in known:
+            wrong.append(word)
+    return wrong
+
+
+TO_FP8 = ("convert", "hf", "out", "--to", "hf", "--precision", "fp8")
+CASES: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "no state": ("qwen3", TO_FP8, "export-inference --scheme dynamic"),
+    "shapes": ("qwen3", (*TO_FP8, "--recipe", "fp8-block"), "`export-inference` has --scheme static or dynamic"),
+    "transposed": ("gpt2", (*TO_FP8, "--recipe", "fp8-current"), "export-inference --scheme static"),
+    "length": (
+        "qwen3",
+        ("calibrate", "hf", "--data", "text.txt", "--out", "state", "--sequence-length", 512),
+        "Give --sequence-length 128.",
+    ),
+    "length of a run": (
+        "qwen3",
+        ("resume", "hf", "--precision", "bf16", "--data", "text.txt", "--out", "run", "--dry-run"),
+        "Give --set data.sequence_length=128.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_advice_is_for_the_command_that_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    family, line, words = CASES[name]
+    save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    (tmp_path / "text.txt").write_text("w1 w2 " * 40)
+    failed = run(*line)
+    assert failed.exit_code in (1, 2) and words in failed.stderr
+    assert misplaced(failed.stderr.partition("). ")[2] or failed.stderr.rpartition(": ")[2], line[0]) == []
+
+
+def test_an_unknown_family_is_told_what_helps_and_not_all_that_is_known(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen33"}))
+    told = run("convert", tmp_path, tmp_path / "out", "--to", "megatron").stderr
+    assert (
+        "The nearest that is known is qwen3. Without a table" in told
+        and "docs/families.md" in told
+        and "starcoder2" not in told
+    )
+
+
+def test_a_head_is_told_not_to_become_codes(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3", dtype=torch.bfloat16)
+    line = ("export-inference", tmp_path, tmp_path / "out", "--target", "vllm", "--scheme", "dynamic")
+    told = run(*line, "--include", "lm_head")
+    assert told.exit_code == 2 and "names `lm_head.weight`, which never becomes codes: it is a head" in told.stderr
+
+
+def test_what_four_bits_cost_is_told_before_it_is_paid(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "vllm", "--workers", 1)
+    told = run(*line, "--scheme", "nvfp4a16", "--dry-run").stdout
+    assert (
+        "14 weights are rounded to NVFP4: Gaussian ones keep 21.2 dB" in told and f"inspect {tmp_path}/hf --fp8" in told
+    )
+    assert "rounded to" not in run(*line, "--scheme", "dynamic", "--dry-run").stdout
+    run(*line, "--scheme", "nvfp4a16")
+    again = ("export-inference", tmp_path / "out", tmp_path / "again", "--target", "vllm", "--scheme", "nvfp4a16")
+    assert "are rounded to" not in run(*again, "--dry-run").stdout  # they are codes of it already

@@ -1,0 +1,189 @@
+"""`tokenize`: Megatron's .bin and .idx by several processes, the same bytes however it is stopped and by how many."""
+
+import json
+import signal
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import run
+from conversations import CONVERSATION, MARKING_TEMPLATE, tokenizer, write_rows
+
+from precisionctl.errors import DataError, OutputError
+from precisionctl.tokens.tokenizer import Tokenizer
+from precisionctl.trainer.data import corpus, load_rows, tokenize
+from precisionctl.trainer.data.corpus import Corpus, make_corpus
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+TEXTS = [" ".join("abcde"[(i * j) % 5] for j in range(i % 7)) for i in range(40)]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tokenizer and texts, of which a few are tokenized at a time."""
+    (tmp_path / "words").mkdir()
+    for name, content in tokenizer(MARKING_TEMPLATE)._files.items():
+        (tmp_path / "words" / name).write_bytes(content)
+    write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    monkeypatch.setattr(tokenize, "PIECES_AT_ONCE", 3)
+    return tmp_path
+
+
+def made(place: Path, name: str, workers: int = 1, data: str = "texts.jsonl") -> Corpus:
+    return make_corpus(place / data, place / name, place / "words", workers)
+
+
+def bytes_of(place: Path, name: str) -> dict[str, bytes]:
+    return {
+        file.name.removeprefix(name): file.read_bytes()
+        for file in place.iterdir()
+        if file.is_file() and file.stem == name
+    }
+
+
+def test_megatron_reads_each_document_s_tokens_and_any_number_of_workers_makes_the_same_bytes(place: Path) -> None:
+    told: list[int] = []
+    one = make_corpus(place / "texts.jsonl", place / "one", place / "words", 1, told.append)
+    assert (one, sum(told)) == (made(place, "three", 3), sum(map(len, TEXTS)))
+    assert bytes_of(place, "one") == bytes_of(place, "three") and bytes_of(place, "one").keys() == {".bin", ".idx"}
+    theirs = IndexedDataset(str(place / "one"))
+    with_end = [[*tokenizer().encode(text), 0] for text in TEXTS]
+    assert [theirs[i].tolist() for i in range(len(theirs))] == with_end
+    assert theirs.document_indices.tolist() == list(range(len(TEXTS) + 1)) and theirs[0].dtype == np.uint16
+    assert (one.documents, one.tokens, one.learned) == (len(TEXTS), sum(map(len, with_end)), None)
+
+
+def test_resume_trains_on_the_same_rows_as_on_the_text_itself(place: Path) -> None:
+    made(place, "corpus", 2)
+    ours, plain = (load_rows(place / name, tokenizer(), 8) for name in ("corpus", "texts.jsonl"))
+    assert ours.tokens.tolist() == plain.tokens.tolist() and len(ours) == len(plain) and ours.notes == ()
+
+
+def test_conversations_keep_what_is_to_be_learned(place: Path) -> None:
+    rows = [{"messages": CONVERSATION[:2]}, {"messages": [CONVERSATION[0]]}, {"messages": CONVERSATION}]
+    write_rows(place / "chats.jsonl", rows)
+    chats = made(place, "chats", 2, "chats.jsonl")
+    ours, plain = (load_rows(place / name, tokenizer(MARKING_TEMPLATE), 12) for name in ("chats", "chats.jsonl"))
+    assert len(ours) == len(plain) == 2  # nothing of the second is to be learned
+    for row in range(2):
+        (one,), (other,) = ours.pieces(row), plain.pieces(row)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.learned is not None and other.learned is not None
+        assert one.learned.tolist() == other.learned.tolist()
+    learned = np.frombuffer((place / "chats.learned").read_bytes(), np.bool_)
+    assert chats.learned == learned.sum() == 3 + 3 + 2 and chats.tokens == len(learned)
+    before = ours.fingerprint
+    (place / "chats.learned").write_bytes((~learned).tobytes())
+    assert load_rows(place / "chats", tokenizer(MARKING_TEMPLATE), 12).fingerprint != before
+    (place / "chats.learned").write_bytes(b"\1")
+    with pytest.raises(DataError, match=r"1 bytes, and its .bin has"):
+        load_rows(place / "chats", tokenizer(MARKING_TEMPLATE), 12)
+
+
+@dataclass
+class Dies:
+    """The tokenizer's method, until it has been called so many times."""
+
+    calls: int
+    texts: Any = Tokenizer.texts
+
+    def __call__(self, each: Tokenizer, pieces: Any) -> Any:
+        self.calls -= 1
+        if self.calls < 0:
+            raise KeyboardInterrupt
+        return self.texts(each, pieces)
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_killed_command_goes_on_and_makes_the_same_bytes(
+    after: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "TOKENS_AT_ONCE", 10)
+    made(place, "whole")
+    with monkeypatch.context() as dying:
+        dies = Dies(after)
+        dying.setattr(Tokenizer, "texts", lambda each, pieces: dies(each, pieces))
+        with pytest.raises(KeyboardInterrupt):
+            made(place, "parts")
+    assert not bytes_of(place, "parts").keys() & {".bin", ".idx"}
+    journal = place / "parts.partial" / "journal.json"
+    assert journal.exists() == (after > 0)
+    with open(place / "parts.partial" / ".bin", "ab") as file:
+        file.write(b"what was written after the journal")
+    left = Dies(99)
+    monkeypatch.setattr(Tokenizer, "texts", lambda each, pieces: left(each, pieces))
+    made(place, "parts")
+    assert bytes_of(place, "parts") == bytes_of(place, "whole") and not (place / "parts.partial").exists()
+    assert after < 9 or 99 - left.calls < 7  # of 14 batches
+
+
+def test_a_signal_stops_it_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(each: Tokenizer, pieces: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return Dies.texts(each, pieces)
+
+    words = ("tokenize", place / "texts.jsonl", place / "x", "--tokenizer", place / "words", "--workers", "1")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Tokenizer, "texts", texts)
+        stopped = run(*words)
+    assert stopped.exit_code == 75 and "Stopped by SIGTERM." in stopped.stdout
+    assert not (place / "x.bin").exists()
+    done = run(*words)
+    assert done.exit_code == 0 and f"{len(TEXTS)} documents" in done.stdout
+    assert made(place, "y").documents == len(TEXTS) and bytes_of(place, "x") == bytes_of(place, "y")
+
+
+def test_a_kill_between_the_last_two_names_is_mended(place: Path) -> None:
+    made(place, "whole")
+    made(place, "x")
+    partial = place / "x.partial"
+    partial.mkdir()
+    (partial / "lock").touch()
+    known = Corpus(corpus.key_of([place / "texts.jsonl"], tokenizer(MARKING_TEMPLATE)), 8, 40, 157)
+    (partial / "journal.json").write_text(json.dumps(vars(known)))
+    (place / "x.idx").rename(partial / ".idx")
+    made(place, "x")
+    assert bytes_of(place, "x") == bytes_of(place, "whole") and not partial.exists()
+
+
+def test_other_data_is_begun_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "TOKENS_AT_ONCE", 10)
+    with monkeypatch.context() as dying:
+        dies = Dies(5)
+        dying.setattr(Tokenizer, "texts", lambda each, pieces: dies(each, pieces))
+        with pytest.raises(KeyboardInterrupt):
+            made(place, "x")
+    write_rows(place / "texts.jsonl", [{"text": "e d c"}])
+    assert made(place, "x").documents == 1
+    theirs = IndexedDataset(str(place / "x"))
+    assert theirs[0].tolist() == [8, 7, 6, 0]
+
+
+@pytest.mark.parametrize("there", ["x.bin", "x.idx", "x.learned"])
+def test_nothing_is_written_over(place: Path, there: str) -> None:
+    (place / there).write_text("mine")
+    with pytest.raises(OutputError, match="there already"):
+        made(place, "x")
+    assert (place / there).read_text() == "mine" and not (place / "x.partial").exists()
+
+
+def test_a_folder_of_another_program_is_left_alone(place: Path) -> None:
+    (place / "x.partial").mkdir()
+    (place / "x.partial" / ".bin").write_text("mine")
+    with pytest.raises(OutputError, match="nothing of this command's"):
+        made(place, "x")
+    assert (place / "x.partial" / ".bin").read_text() == "mine"
+
+
+def test_data_without_a_token_and_data_that_is_not_there_are_refused(place: Path) -> None:
+    (place / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match="nothing to tokenize"):
+        made(place, "x", data="none.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        made(place, "y", data="nowhere.jsonl")

@@ -1,0 +1,86 @@
+"""The help of commands: examples that hold, options in groups; how much is told; completion; the environment's page."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pico
+import pytest
+from click.testing import CliRunner
+from command_line import run
+
+from precisionctl.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_examples_of_a_command_are_in_its_help_and_hold(name: str) -> None:
+    command = main.commands[name]
+    shown = run(name, "--help").stdout
+    assert command.examples
+    for example in command.examples:
+        assert f"  precisionctl {example}\n" in shown
+        called, *words = shlex.split(example.partition(" >")[0])
+        assert called == name
+        context = click.Context(command)
+        options, _, order = command.make_parser(context).parse_args(words)
+        for parameter in order:
+            given = options[parameter.name]
+            if isinstance(parameter.type, click.Choice) and not parameter.multiple:
+                parameter.type.convert(given, parameter, context)
+        missing = [each.name for each in command.params if each.required and options.get(each.name) is None]
+        assert missing == []
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_every_option_of_a_long_help_stands_in_one_group(name: str) -> None:
+    command = main.commands[name]
+    options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+    flags = [flag for those in command.sections.values() for flag in those]
+    assert len(flags) == len(set(flags)) and set(flags) <= {each.opts[-1] for each in options}
+    shown = run(name, "--help").stdout
+    for option in [*options, *command.sections]:
+        words = option if isinstance(option, str) else option.opts[-1]
+        assert re.search(rf"^  (-\w, )?{re.escape(words)}\b|^{re.escape(words)}:$", shown, re.MULTILINE), words
+    if len(options) > 10:
+        assert "\nOptions:" not in shown  # there every one has its group
+
+
+def test_quiet_prints_errors_and_json_alone_before_a_command_or_after_it(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3")
+    for line in (["--quiet", "inspect", tmp_path], ["inspect", tmp_path, "-q"]):
+        done = run(*line)
+        assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    assert run("-q", "inspect", tmp_path, "--json").stdout.startswith("{")
+    assert "error[UnknownFormat]" in run("-q", "inspect", tmp_path / "config.json").stderr
+    assert "qwen3" in run("inspect", tmp_path).stdout  # and the next command is not quiet
+
+
+def test_verbose_says_what_is_found_and_done(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    pico.save(tmp_path / "hf", "qwen3")
+    line = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--workers", 1)
+    told = run(*line, "--verbose").stderr
+    for words in ("hf: safetensors, 25 tensors", "planned 19 jobs", "decoder.final_layernorm.weight: 256 bytes"):
+        assert words in told
+    assert "planned" not in run(*line, "--restart").stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_what_the_shell_asks_the_program_for(shell: str) -> None:
+    printed = run("completion", shell).stdout
+    assert f"_PRECISIONCTL_COMPLETE={shell}_complete" in printed and "precisionctl" in printed
+    asked = {"_PRECISIONCTL_COMPLETE": f"{shell}_complete", "COMP_WORDS": "precisionctl expo", "COMP_CWORD": "1"}
+    asked |= {"COMP_CWORD": "expo"} if shell == "fish" else {}
+    found = CliRunner().invoke(main, [], prog_name="precisionctl", env=asked)
+    assert "export-inference" in found.stdout
+
+
+def test_the_page_of_environment_variables_has_every_one_that_is_read() -> None:
+    pattern = re.compile(r"(RANK|WORLD_SIZE|(LOCAL|MASTER|SLURM|TORCHELASTIC|HF|PRECISIONCTL)_[A-Z_]+)")
+    code = [file.read_text(encoding="utf-8") for file in (ROOT / "precisionctl").rglob("*.py")]
+    read = {name for text in code for name in re.findall(r'"(\w+)"', text) if pattern.fullmatch(name)}
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert read == {name for name in re.findall(r"`(\w+)`", page) if pattern.fullmatch(name)}

@@ -1,0 +1,132 @@
+"""What `--json` prints is what docs/json.md says: every key with its kind, and no key that the page does not have."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run
+from scoring import save
+
+from precisionctl.cli import main
+
+PAGE = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+SECTIONS["export-inference"] = SECTIONS["convert"]
+COMMANDS = [name for name, command in main.commands.items() if any("--json" in each.opts for each in command.params)]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What commands print of a small model and what is made of it."""
+    here = tmp_path_factory.mktemp("json")
+    save(here / "hf", "qwen3", dtype=torch.bfloat16)
+    (here / "text.txt").write_text(" ".join(f"w{number % 249 + 1}" for number in range(60)))
+    for name, losses in {"a": [2.0, 1.0], "b": [2.0, 1.5]}.items():
+        (here / name).mkdir()
+        rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+        (here / name / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    hf, megatron, served = (here / name for name in ("hf", "megatron", "served"))
+    lines = [
+        ["convert", hf, megatron, "--to", "megatron", "--precision", "fp8", "--dry-run"],
+        ["convert", hf, megatron, "--to", "megatron", "--precision", "fp8", "--workers", 1],
+        ["export-inference", hf, served, "--target", "vllm", "--scheme", "dynamic", "--workers", 1],
+        ["inspect", hf],
+        ["inspect", megatron, "--fp8", "--workers", 1],
+        ["inspect", served],
+        ["verify", hf, served, "--fp8"],
+        ["verify", served, "--fp8"],
+        ["verify", hf, "--target", "vllm"],
+        ["compare", here / "a", here / "b"],
+        ["compare", here / "a", here / "b", "--max-gap", "1%", "--last", 2],
+        ["eval", hf, "--data", here / "text.txt", "--sequence-length", 16, "--against", hf],
+        ["launch-args", megatron, "--framework", "megatron-lm"],
+        ["doctor", megatron],
+        ["doctor"],
+        ["inspect", here / "a"],
+        ["convert", hf, "--to", "nowhere"],
+        ["--debgu", "inspect", hf],
+    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        result = json.loads(run(*line, "--json").stdout)
+        found.setdefault("Errors" if "error" in result else str(line[0]), []).append(result)
+    return found
+
+
+def rows_of(section: str) -> Iterator[tuple[list[str], str]]:
+    """The keys of each row of a section's tables, and their kind."""
+    for keys, kind in re.findall(r"^\| (`.+?`) \| (\w[\w ]*?) \|", SECTIONS[section], re.MULTILINE):
+        yield [key for key in re.findall(r"`(.+?)`", keys)], kind
+
+
+def at(value: Any, steps: list[str]) -> Iterator[Any]:
+    """The values that a key of the page names."""
+    if not steps:
+        yield value
+    elif steps[0] == "[]" and isinstance(value, list):
+        for each in value:
+            yield from at(each, steps[1:])
+    elif isinstance(value, dict):
+        for key in value if steps[0] == "*" else [steps[0]]:
+            if key in value:
+                yield from at(value[key], steps[1:])
+
+
+def steps_of(key: str) -> list[str]:
+    return re.findall(r"\[\]|[^.\[\]]+", key)
+
+
+KINDS: dict[str, Any] = {
+    "text": str,
+    "true": bool,
+    "false": bool,
+    "number": (int, float),
+    "list": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def is_a(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return "true" in kind
+    allowed = tuple(KINDS[word] for word in kind.split() if word != "or")
+    return any(isinstance(value, one) for one in allowed) or ("number" in kind and value in ("inf", "-inf", "nan"))
+
+
+def test_the_page_has_every_command_that_prints_json() -> None:
+    assert set(SECTIONS) == {*COMMANDS, "Errors"}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_keys_are_what_the_page_says_and_no_others(printed: dict[str, list[dict[str, Any]]], section: str) -> None:
+    documented: dict[tuple[str, ...], set[str]] = {(): {"schema_version"}}
+    for keys, kind in rows_of(section):
+        for key in keys:
+            steps = steps_of(key)
+            for number, step in enumerate(steps):
+                documented.setdefault(tuple(steps[:number]), set()).add(step)
+            values = [value for result in printed[section] for value in at(result, steps)]
+            wrong = [value for value in values if not is_a(value, kind)]
+            assert wrong == [], f"{key} is not {kind}"
+    for opened, names in documented.items():  # what the page opens up, it has all of
+        for result in printed[section]:
+            assert result["schema_version"] == 1
+            for value in at(result, list(opened)):
+                if isinstance(value, dict) and "*" not in names:
+                    assert value.keys() <= names, opened
+
+
+def test_a_gate_tells_its_verdict_and_its_limit(printed: dict[str, list[dict[str, Any]]]) -> None:
+    free, gate = printed["compare"]
+    assert (free["limit"], free["within"]) == (None, None) and (gate["limit"], gate["within"]) == (0.01, False)
+
+
+def test_wrong_usage_is_an_object_too(printed: dict[str, list[dict[str, Any]]]) -> None:
+    kinds = [each["error"]["kind"] for each in printed["Errors"]]
+    assert kinds == ["UnknownFormat", "UsageError", "UsageError"]
+    assert "nowhere" in printed["Errors"][1]["error"]["what"] and "--debug" in printed["Errors"][2]["error"]["what"]

@@ -1,0 +1,366 @@
+"""The recorder of runs that others own: its file is that of `calibrate` on the same batches, and it changes nothing."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+import torch.nn.functional as F
+from calibrating import HISTORY, asked
+from gpt_models import VOCABULARY, backward, converted
+from safetensors import safe_open
+from te_pickles import of_module
+from te_states import trained
+from torch import Tensor, nn
+from training import make_source, make_text
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_utils import AttentionInterface
+
+from precisionctl import api
+from precisionctl.calibration import calibrate as calibration
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.errors import DestinationExists, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import CACHE, IN_USE, DelayedScaling, Fp8States
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.recording import rank_files
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.data import Batch
+from precisionctl.trainer.model.gpt import GPT
+
+SHORT = (f"precision.delayed.amax_history_len={HISTORY}",)
+
+ROUNDED_ALIKE: dict[str, Any] = {
+    "family": "phi3",
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1e8] * 32,
+        "long_factor": [1e8] * 32,
+    },
+}
+"""Of a model that transformers computes to the same bits as we do, once its norms are ones: each GEMM is one there too,
+and where it would round products to BF16 (a norm's, and those of the angles) one factor is 1, or next to 0."""
+
+
+class Place:
+    """A source, what `calibrate` made of it, and the batches that it made it with."""
+
+    def __init__(self, folder: Path, change: Callable[[PreTrainedModel], object], **source: Any) -> None:
+        self.source, self.calibrated = folder / "source", folder / "calibrated"
+        make_source(self.source, dtype=torch.bfloat16, **source)
+        model = self.live()
+        change(model)
+        model.save_pretrained(self.source)
+        make_text(folder / "text.txt", words=600)
+        self.batches: list[tuple[Batch, int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            ours = calibration.backward
+            patch.setattr(calibration, "backward", lambda gpt, *pair: self.batches.append(pair) or ours(gpt, *pair))
+            api.calibrate(asked(folder, self.calibrated, passes=4))
+
+    def live(self) -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.bfloat16)
+        return model.train()
+
+    def pass_over(self, model: PreTrainedModel, number: int) -> None:
+        """One of calibrate's passes, as a plain loop makes it."""
+        batch, targets = self.batches[number]
+        logits = model(batch.tokens).logits.float().flatten(0, 1)
+        (F.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / targets).backward()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("llama"), lambda model: None, family="llama-3")
+
+
+def unmeasured(file: Path) -> bytes:
+    """A file of `calibrate` without its statistics, which cost a pass as much as four passes."""
+    copy = file.with_name("unmeasured")
+    sidecar.write(copy, replace(sidecar.read(file), statistics={}))
+    return copy.read_bytes()
+
+
+def histories(states: Fp8States) -> Iterator[tuple[str, str, Tensor]]:
+    for module, state in states.modules.items():
+        for role, part in state.roles.items():
+            yield module, role, part.amax_history
+
+
+def test_the_file_is_that_of_calibrate_bit_for_bit(tmp_path: Path) -> None:
+    def ones(model: PreTrainedModel) -> None:
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                nn.init.ones_(parameter)
+
+    place = Place(tmp_path, ones, **ROUNDED_ALIKE)
+    model = place.live()
+    with api.record(model, tmp_path / "recorded", overrides=SHORT):
+        for number in range(4):
+            place.pass_over(model, number)
+    assert (tmp_path / "recorded").read_bytes() == unmeasured(place.calibrated)
+
+
+def test_where_transformers_rounds_otherwise_the_file_differs_by_that_and_is_of_the_same_weights(
+    llama: Place, tmp_path: Path
+) -> None:
+    model = llama.live()
+    with api.record(model, tmp_path / "recorded", overrides=SHORT):
+        for number in range(4):
+            llama.pass_over(model, number)
+    ours, theirs = sidecar.read(tmp_path / "recorded"), sidecar.read(llama.calibrated)
+    assert ours.of_weights == theirs.of_weights is not None
+    assert list(ours.modules) == list(theirs.modules)
+    found = {(module, role): rows for module, role, rows in histories(ours)}
+    for module, role, rows in histories(theirs):
+        assert (rows != 0).equal(found[module, role] != 0), (module, role)
+        assert torch.allclose(rows, found[module, role], rtol=0.0 if role == "weight" else 0.02, atol=0), (module, role)
+    # the inputs of the first layer come before anything that is rounded otherwise
+    first = "decoder.layers.0.self_attention.linear_qkv"
+    assert found[first, "input"].equal(theirs.modules[first].roles["input"].amax_history)
+
+
+def test_an_export_takes_the_file(llama: Place, tmp_path: Path) -> None:
+    model = llama.live()
+    with api.record(model, tmp_path / "recorded"):
+        llama.pass_over(model, 0)
+    request = api.Request.export(llama.source, tmp_path / "out", "vllm", "static", fp8_state=tmp_path / "recorded")
+    notes = api.convert(request, workers=1).notes
+    assert not [note for note in notes if "WARNING" in note]
+    state = sidecar.read(tmp_path / "recorded").modules["decoder.layers.0.mlp.linear_fc2"].roles["input"]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        scale = file.get_tensor("model.layers.0.mlp.down_proj.input_scale")
+    assert float(scale) == pytest.approx(float(state.amax_history.max()) / 448, rel=1e-6)
+
+
+def test_nothing_of_the_run_changes_and_the_hooks_go(llama: Place, tmp_path: Path) -> None:
+    def gradients(model: PreTrainedModel) -> list[Tensor]:
+        llama.pass_over(model, 0)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    attention, model = AttentionInterface.get_interface, llama.live()
+    plain = gradients(llama.live())
+    with api.record(model, tmp_path / "recorded"):
+        recorded = gradients(model)
+    assert all(torch.equal(*pair) for pair in zip(plain, recorded, strict=True))
+    hooks = [each for module in model.modules() for each in (module._forward_hooks, module._forward_pre_hooks)]
+    assert not any(hooks) and AttentionInterface.get_interface is attention
+
+
+def test_only_passes_with_gradients_are_rows_and_of_these_each_nth(llama: Place, tmp_path: Path) -> None:
+    model = llama.live()
+    with api.record(model, tmp_path / "recorded", overrides=SHORT, every=2):
+        for number in range(4):
+            llama.pass_over(model, number)
+            with torch.no_grad():
+                model(llama.batches[0][0].tokens)
+    found = {(module, role): rows for module, role, rows in histories(sidecar.read(tmp_path / "recorded"))}
+    model = llama.live()
+    with api.record(model, tmp_path / "by hand", overrides=SHORT):
+        for number in (0, 2):
+            llama.pass_over(model, number)
+    for module, role, rows in histories(sidecar.read(tmp_path / "by hand")):
+        assert rows.equal(found[module, role]) and rows.count_nonzero() == (2 if role in IN_USE + CACHE else 0)
+
+
+def test_padding_and_recomputed_layers_change_nothing(llama: Place, tmp_path: Path) -> None:
+    tokens = llama.batches[0][0].tokens
+    mask = torch.ones_like(tokens)
+    mask[1, -8:] = 0
+    files = []
+    for number, (filler, recomputed) in enumerate([(0, False), (3, False), (0, True)]):
+        model = llama.live()
+        if recomputed:
+            with warnings.catch_warnings(action="ignore"):  # its name changes in transformers 6
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        padded = tokens.masked_fill(mask == 0, filler)
+        with api.record(model, tmp_path / str(number), overrides=SHORT):
+            logits = model(padded, attention_mask=mask, use_cache=False).logits
+            (logits.float().square() * mask[..., None]).sum().backward()
+        files.append((tmp_path / str(number)).read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
+def as_megatron_s(family: str, folder: Path) -> GPT:
+    """Our GPT has Megatron-Core's modules. With the attributes that TE's have it stands in for them."""
+    made = converted(pico.make(family), folder)
+    model = GPT(made.model, PRESETS["bf16"])
+    model.load_state_dict(dict(made.tensors))
+    for module in model.modules():
+        if hasattr(module, "layer_norm_weight"):
+            module.normalization, module.eps = module.norm.kind, module.norm.epsilon
+            module.zero_centered_gamma = module.norm.zero_centered
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama-3", "qwen3-moe", "deepseek-v3", "gpt2"])
+def test_under_megatron_s_names_it_records_what_our_own_recorder_does(family: str, tmp_path: Path) -> None:
+    model = as_megatron_s(family, tmp_path / "source")
+    recorder = Recorder(Precision(fp8=True, delayed=DelayedScaling(amax_history_len=HISTORY)), torch.device("cpu"))
+    batches = [torch.randint(VOCABULARY, (2, 48)) for _ in range(3)]
+    for tokens in batches:
+        with model.recorded_by(recorder):
+            backward(model(tokens), tokens)
+    with api.record(model, tmp_path / "recorded", overrides=SHORT):
+        for tokens in batches:
+            backward(model(tokens), tokens)
+    states = recorder.states()
+    if family == "deepseek-v3":  # a cache of latents, which no module is called with
+        states = {name: state for name, state in states.items() if "core_attention" not in name}
+    expected = Fp8States(recorder.precision.delayed, states, producer="precisionctl calibrate")
+    sidecar.write(tmp_path / "expected", expected)
+    assert (tmp_path / "recorded").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_processes_that_record_parts_leave_one_file_of_all(llama: Place, tmp_path: Path) -> None:
+    """As one process that has all of their rows in each pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in (0, 1):
+            patch.setattr(rank_files, "_here", lambda rank=rank: (rank, 2))
+            model = llama.live()
+            with api.record(model, tmp_path / "parts", overrides=SHORT):
+                for number in (0, 2):
+                    llama.pass_over(model, number + rank)
+            assert (tmp_path / "parts").exists() == (rank == 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts"]
+    model = llama.live()
+    with api.record(model, tmp_path / "each", overrides=SHORT):
+        for number in range(4):
+            llama.pass_over(model, number)
+    each = {(module, role): rows for module, role, rows in histories(sidecar.read(tmp_path / "each"))}
+    for module, role, rows in histories(sidecar.read(tmp_path / "parts")):
+        expected = each[module, role][-4:].view(2, 2).amax(1)
+        assert rows[-2:].equal(expected) and rows.count_nonzero() == expected.count_nonzero()
+
+
+def test_parts_that_a_killed_run_left_are_not_merged(llama: Place, tmp_path: Path) -> None:
+    def part(rank: int) -> api.RunRecorder:
+        patch.setattr(rank_files, "_here", lambda: (rank, 2))
+        recorder = api.RunRecorder(tmp_path / "out", overrides=SHORT)
+        model = llama.live()
+        recorder.attach(model)
+        llama.pass_over(model, rank)
+        return recorder
+
+    with pytest.MonkeyPatch.context() as patch:
+        part(1).finish()
+        first = part(0)  # of the next run
+        first.finish()
+        assert not (tmp_path / "out").exists()
+
+
+def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for batch, _ in llama.batches for row in batch.tokens]
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    callback = api.recorder_callback(tmp_path / "recorded", overrides=SHORT, every=1)
+    model = llama.live()
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback]).train()
+    states = sidecar.read(tmp_path / "recorded")
+    model.save_pretrained(tmp_path / "trained")
+    assert states.iteration == 2 and states.of_weights == digest_weights(open_checkpoint(tmp_path / "trained"))
+    for module, role, rows in histories(states):  # type: ignore[assignment]
+        assert rows.count_nonzero() == (4 if role in IN_USE + CACHE else 0), (module, role)
+
+
+def test_megatron_s_provider_records_so_many_passes_and_lets_go(tmp_path: Path) -> None:
+    made = as_megatron_s("qwen3", tmp_path / "source")
+    model = api.recorded_provider(lambda: made, tmp_path / "recorded", passes=2, overrides=SHORT, every=1)()
+    for number in range(4):
+        tokens = torch.randint(VOCABULARY, (2, 16))
+        backward(model(tokens), tokens)
+        assert (tmp_path / "recorded").exists() == (number >= 2)
+    for _, role, rows in histories(sidecar.read(tmp_path / "recorded")):
+        assert rows.count_nonzero() == (2 if role in IN_USE + CACHE else 0)
+
+
+def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path: Path) -> None:
+    """Of q, k and v the largest of each row, as one GEMM of them would have recorded."""
+    model, recipe = llama.live(), DelayedScaling(amax_history_len=4)
+    attention = model.model.layers[0].self_attn
+    for factor, linear in enumerate([attention.q_proj, attention.k_proj, attention.v_proj], 1):
+        state = trained(4)
+        data = of_module(
+            replace(
+                state,
+                roles={
+                    role: replace(part, amax_history=part.amax_history * factor) for role, part in state.roles.items()
+                },
+            ),
+            recipe,
+            (2, 9),
+        )
+        linear.fp8_meta = {"scaling_fwd": state.roles["input"]}
+        linear.get_extra_state = lambda data=data: data
+    with api.record(model, tmp_path / "recorded", overrides=("precision.delayed.amax_history_len=4",)):
+        llama.pass_over(model, 0)
+    found = sidecar.read(tmp_path / "recorded").modules
+    qkv = found["decoder.layers.0.self_attention.linear_qkv"].roles["input"]
+    assert qkv.amax_history.equal(trained(4).roles["input"].amax_history * 3)
+    assert found["decoder.layers.1.self_attention.linear_qkv"].roles["input"].amax_history.count_nonzero() == 1
+
+
+def test_what_cannot_be_recorded_is_refused_by_name(llama: Place, tmp_path: Path) -> None:
+    out, model = tmp_path / "out", llama.live()
+    with pytest.raises(PrecisionError, match=r"no linears to record \(model.layers.1.mlp.experts\)"):
+        with api.record(pico.make("qwen3-moe"), out):
+            pass
+    with pytest.raises(RecipeError, match="current scaling keeps no state"):
+        with api.record(model, out, recipe="fp8-current"):
+            pass
+    with pytest.raises(UnknownArchitecture, match="`Linear` is a model of neither"):
+        with api.record(nn.Linear(2, 2), out):
+            pass
+    with pytest.raises(MissingFp8State, match="no pass with gradients"):
+        with api.record(model, out), torch.no_grad():
+            model(llama.batches[0][0].tokens)
+    with pytest.raises(KeyError), api.record(model, out):
+        raise KeyError  # nothing of a run that failed
+    assert not list(tmp_path.iterdir()) and not model.model.layers[0].mlp.up_proj._forward_hooks
+    out.write_text("mine")
+    with pytest.raises(DestinationExists):
+        with api.record(model, out):
+            pass
+
+
+def test_experts_in_one_tensor_may_be_left_out(tmp_path: Path) -> None:
+    model = pico.make("qwen3-moe").train()
+    kept = "precision.keep_bf16=['*.experts.*']"
+    with api.record(model, tmp_path / "recorded", overrides=(*SHORT, kept)):
+        tokens = torch.randint(VOCABULARY, (2, 16))
+        model(tokens, labels=tokens).loss.backward()
+    modules = sidecar.read(tmp_path / "recorded").modules
+    assert "decoder.layers.1.self_attention.linear_qkv" in modules and not [
+        name for name in modules if "experts" in name
+    ]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "Qwen3-0.6B", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "recorder.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.+?)```", page, re.DOTALL):
+        exec(code, names)
+    for file in ("state.safetensors", "trainer.safetensors"):
+        assert all(rows.count_nonzero() == 4 for _, role, rows in histories(sidecar.read(Path(file))) if role in IN_USE)
+    assert (tmp_path / "served" / "model.safetensors").exists()

@@ -1,0 +1,134 @@
+"""verl's files of FSDP ranks are read as what the ranks had together."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import conversions
+import pico
+import pytest
+import torch
+import verl_files
+from torch import Tensor
+from trained_models import moments, trained
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.verl import VerlReader
+from precisionctl.commands.notes import left_behind_notes
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+
+MOMENTS = verl_files.MOMENTS
+
+
+def actor(tmp_path: Path, family: str, ranks: int, flat: bool = False, **how: Any) -> tuple[Path, dict[str, Tensor]]:
+    """`global_step_8/actor` of a trained model of odd sizes, and its tensors by name."""
+    model, optimizer = trained(family, vocab_size=251)
+    states = {kind: moments(model, optimizer, kind) for kind in MOMENTS}
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if flat:
+        names = list(states["exp_avg"])
+        layers = [[name for name in names if f".layers.{index}." in name] for index in range(2)]
+        how["units"] = [[name for name in names if ".layers." not in name], *layers]
+        how["version"] = 1
+        weights = {name: tensor.clone() for name, tensor in weights.items()}  # FSDP 1 unties what it saves
+    path = verl_files.save(tmp_path / "global_step_8" / "actor", weights, states, ranks, **how)
+    pico.save(tmp_path / "hf", family, vocab_size=251)
+    (path / "huggingface").mkdir()
+    shutil.copy(tmp_path / "hf" / "config.json", path / "huggingface")
+    live = {f"optimizer.state.{kind}.{name}": one for kind, found in states.items() for name, one in found.items()}
+    return path, {**weights, **live}
+
+
+def assert_is(path: Path, live: dict[str, Tensor]) -> VerlReader:
+    reader = open_checkpoint(path)
+    assert isinstance(reader, VerlReader)
+    both = WithOptimizer(reader)
+    for name, tensor in live.items():
+        if name in both.specs:
+            assert torch.equal(read_tensor(both, name), tensor), name
+        else:  # a stack of experts
+            assert all(torch.equal(read_tensor(both, f"{name}[{at}]"), one) for at, one in enumerate(tensor)), name
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "replicas", "flat"),
+    [
+        ("llama-3", 1, 1, False),
+        ("llama-tied", 3, 1, False),
+        ("llama-3", 2, 2, False),
+        ("qwen3-moe", 2, 1, False),
+        ("llama-3", 3, 1, True),
+        ("llama-tied", 3, 1, True),
+        ("llama-3", 2, 2, True),
+    ],
+)
+def test_masters_and_moments_are_what_the_ranks_of_one_replica_have_together(
+    tmp_path: Path, family: str, ranks: int, replicas: int, flat: bool
+) -> None:
+    path, live = actor(tmp_path, family, ranks, flat, replicas=replicas)
+    reader = assert_is(path, live)
+    assert (reader.iteration, reader.trainer_run.updates) == (8, 5)
+    assert reader.trainer_run.settings["initial_lr"] == 4e-3
+
+
+def test_a_run_of_verls_goes_to_megatron_and_comes_back_to_pytorch_to_the_last_bit(tmp_path: Path) -> None:
+    path, live = actor(tmp_path, "qwen3-moe", 2)
+    conversions.run(path, tmp_path / "megatron", "megatron", "bf16", verify=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    names = back.optimizer_specs.keys() | back.specs.keys()
+    assert names == open_checkpoint(path).specs.keys() | WithOptimizer(open_checkpoint(path)).specs.keys()  # type: ignore[arg-type]
+    for name, tensor in live.items():
+        if name in names:
+            assert torch.equal(read_tensor(WithOptimizer(back), name), tensor), name
+
+
+def rewrite(path: Path, change: Any) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda saved: saved["state"][1].update(step=torch.tensor(9.0)), "other numbers of updates"),
+        (lambda saved: saved["state"][1].update(momentum_buffer=torch.zeros(5)), "momentum_buffer"),
+        (lambda saved: saved["param_groups"][0]["params"].pop(), "none of this model's"),
+        (lambda saved: (saved.clear(), saved.update({"state.a.exp_avg": 1})), "not under numbers"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_told_by_parameter_stays_behind_with_a_word(
+    tmp_path: Path, change: Any, why: str
+) -> None:
+    path, _ = actor(tmp_path, "llama-3", 1, flat=True)
+    rewrite(path / "optim_world_size_1_rank_0.pt", change)
+    (note,) = (note for note in left_behind_notes(open_checkpoint(path)) if "not read" in note)
+    assert why in note
+    conversions.run(path, tmp_path / "out", "hf")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: (path / "model_world_size_3_rank_1.pt").unlink(), "of ranks"),
+        (lambda path: (path / "optim_world_size_3_rank_2.pt").unlink(), "of ranks"),
+        (lambda path: shutil.copy(path / "model_world_size_3_rank_0.pt", path / "model_world_size_4_rank_3.pt"), "say"),
+        (lambda path: rewrite(path / "model_world_size_3_rank_1.pt", lambda one: one.popitem()), "other names"),
+        (lambda path: torch.save([1], path / "model_world_size_3_rank_0.pt"), "not what verl writes"),
+    ],
+)
+def test_files_that_are_not_of_one_checkpoint_are_refused(tmp_path: Path, spoil: Any, why: str) -> None:
+    path, _ = actor(tmp_path, "llama-3", 3)
+    spoil(path)
+    with pytest.raises(DamagedCheckpoint, match=why):
+        open_checkpoint(path)
+
+
+def test_a_step_is_chosen_by_its_directory(tmp_path: Path) -> None:
+    path, _ = actor(tmp_path, "llama-3", 1)
+    with pytest.raises(CheckpointError, match="global_step_4"):
+        open_checkpoint(path, 4)
