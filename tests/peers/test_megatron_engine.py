@@ -37,9 +37,15 @@ RECIPE = {
 }
 
 
+BALANCE = {"router.pooled_loss": 0, "router.aux_loss": 0.01, "router.z_loss": 0.001}
+"""Losses of routers that both have; without experts these are refused."""
+
+
 def start(place: Path, out: str, *options: str, ranks: int = 1) -> subprocess.Popen[str]:
-    keys = [word for key, value in RECIPE.items() for word in ("--set", f"{key}={value}")]
-    keys += ["--set", f"data.cache={place / 'tokens'}"]
+    recipe = RECIPE | {"data.cache": place / "tokens"}
+    if "num_experts" in json.loads((place / "source" / "config.json").read_text()):
+        recipe |= BALANCE
+    keys = [word for key, value in recipe.items() for word in ("--set", f"{key}={value}")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, "-m", "precisionctl", "resume", place / "source", "--precision", "bf16"]
     return subprocess.Popen(
