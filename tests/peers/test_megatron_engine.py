@@ -113,6 +113,28 @@ def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tm
     assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
 
 
+@pytest.mark.parametrize("case", ["dense", "biases", "experts"])
+def test_in_fp32_both_engines_make_the_same_losses_to_their_last_bits(tmp_path: Path, case: str) -> None:
+    family, changes, sizes = CASES[case]
+    make_source(tmp_path / "source", family=family, **changes)
+    make_text(tmp_path / "text.txt", words=6000)
+    _, ranks = by_core(sizes)
+    keys = RECIPE | {"train.steps": 30} | (BALANCE if case == "experts" else {})
+    keys |= {f"parallel.{name}": size for name, size in sizes.items()}
+    program = [
+        Path(__file__).with_name("core_in_fp32.py"),
+        tmp_path,
+        *(f"{key}={value}" for key, value in keys.items()),
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, *torchrun, *program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected, core = json.loads((tmp_path / "losses.json").read_text())
+    print(f"{case} in FP32: differ by at most {max(abs(a - b) for a, b in zip(expected, core, strict=True))}")
+    assert core == pytest.approx(expected, rel=2e-6) and expected[-1] < expected[0] - 1
+
+
 def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path) -> None:
     """The masters of a tied embedding that it saved at these sizes were none of the weights."""
     make_source(tmp_path / "source", family="qwen2")
