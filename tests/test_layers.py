@@ -115,10 +115,12 @@ def test_no_files_import_one_another_in_a_circle():
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["te"], *extras["tracking"], *extras["parquet"], *extras["lm-eval"]]
+    kinds = ("te", "tracking", "parquet", "lm-eval", "megatron")
+    needed = [*project["dependencies"], *(each for kind in kinds for each in extras[kind])]
     declared = {re.split(r"[^\w-]", each)[0] for each in needed}
     known = {"precisionctl", "transformer_engine_torch", *sys.stdlib_module_names, *declared}
-    known |= {"yaml"} if "pyyaml" in declared else set()  # a package by another name
+    known |= {"yaml"} if "pyyaml" in declared else set()  # packages by another name
+    known |= {"megatron"} if "megatron-core" in declared else set()
     strangers = {(unit_of(file), name) for file in FILES for name in imports(file) if name.split(".")[0] not in known}
     assert not strangers
 

@@ -90,6 +90,10 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
         ({"train__graphs": True}, "only the bundled trainer has train.graphs"),
         ({"collect_amax": True}, "only the bundled trainer has --collect-amax"),
         ({"optimizer__preset": "fp8-lm"}, "only the bundled trainer has optimizer.preset"),
+        (
+            {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
+            "only the bundled trainer has layers in BF16",
+        ),
         ({"parallel__tensor": 2}, "1 ranks cannot be divided into tensor 2 x pipeline 1"),
         ({"parallel__expert": 2}, "with experts on 2"),
         ({"train__micro_batch_size": 4, "train__batch_size": 6}, "not a multiple"),

@@ -1,6 +1,8 @@
 """`resume --engine megatron-core`: the same command, recipe, data and folder as the bundled trainer's, trained by
 Megatron-Core with tensor, pipeline, context and expert parallelism."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,12 +61,17 @@ def resume(
             plan = plan_run(settings, recipe, ranks.count)
             check_model(plan.model, recipe)
             check_balance(plan.balance)
+            if recipe.precision.fp8 and plan.backend != "te":
+                raise EnvironmentProblem(
+                    "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                    do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+                )
             with locked(plan.out, world):
                 return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
 
 
 def dry_run(settings: Settings) -> DryRun:
-    """As `run_plan.dry_run`, for Megatron-Core. Raises as `resume`."""
+    """As `run_plan.dry_run`, for Megatron-Core, which need not be installed. Raises as `resume`."""
 
     def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
         check(settings, recipe, ranks)
@@ -92,6 +99,8 @@ def require_core() -> None:
 
 def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
     """Raise RecipeError for what Megatron-Core is not asked for here, and for parallel sizes that do not fit."""
+    precision, fp8 = recipe.precision, recipe.precision.fp8
+    in_bf16 = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     bundled_alone = {
         "a guard or precision.schedule": is_guarded(recipe),
         "--collect-amax": settings.collect_amax,
@@ -102,7 +111,9 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "train.graphs": recipe.train.graphs,
         "optimizer.preset = fp8-lm": recipe.optimizer.preset != "adamw",
         "parallel.replicate": recipe.parallel.replicate != 1,
-        "precision.keep_bf16": recipe.precision.fp8 and bool(recipe.precision.keep_bf16),
+        "precision.keep_bf16": fp8 and bool(precision.keep_bf16),
+        "precision.block.use_f32_scales": fp8 and precision.block.use_f32_scales,
+        "layers in BF16 under delayed scaling": fp8 and precision.keeps_state and any(in_bf16),
     }
     if asked := [what for what, is_asked in bundled_alone.items() if is_asked]:
         raise RecipeError(f"only the bundled trainer has {asked[0]}", do="Leave it out, or --engine megatron-core.")
@@ -171,20 +182,15 @@ def _train(
     if newest:
         _continue(run, newest, identity, plan)
     else:
-        _start(run, plan, ranks)
+        _start(run, identity, plan, ranks)
     with ExitStack() as stack:
         log: MetricsLog | None = None
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
             notes = (*_notes(plan, ranks.count), *rows.notes, *log.notes)
-            on_start(
-                Started(
-                    *(recipe, plan.out, run.step, newest is not None, plan.load, plan.skipped, plan.backend, disk),
-                    {},
-                    notes,
-                )
-            )
+            said = (plan.load, plan.skipped, plan.backend, disk)
+            on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
         while run.step < recipe.train.steps:
             metrics = run.update()
@@ -209,10 +215,11 @@ def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any]
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
 
-def _start(run: CoreRun, plan: RunPlan, ranks: Ranks) -> None:
+def _start(run: CoreRun, identity: Mapping[str, Any], plan: RunPlan, ranks: Ranks) -> None:
     """Load the source, which is first converted into the run's folder, as Megatron-Core reads one container alone, and
     each of its optimizers its own layout of it."""
-    source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
+    of_run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    source, skipped, folder = plan.source, plan.skipped, plan.out / f"start-{of_run}"
     updates = loading.updates(source) if "optimizer" not in skipped and loading.has_optimizer(source) else None
     if not folder.exists():
         made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)

@@ -33,11 +33,15 @@ class _NoStream:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """A context in which megatron-core trains on a CPU. The stand-ins stay in the process; on a GPU nothing is done."""
+    """A context in which megatron-core trains on a CPU, and anywhere with PyTorch's Adam. The stand-ins stay in the
+    process."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -50,16 +54,14 @@ def on_cpu() -> Iterator[None]:
     tensor.cuda = lambda self, *_, **__: self
     by_name = tensor.type
 
-    def type_on_gpu(
-        self: torch.Tensor, *dtype: Any
-    ) -> Any:  # optimizers look for `torch.cuda.FloatTensor` and its like
+    def type_on_gpu(self: torch.Tensor, *dtype: Any) -> Any:
+        """Optimizers look for `torch.cuda.FloatTensor` and its like."""
         return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
 
     tensor.type = type_on_gpu
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
-    _let_adam_of_pytorch_be_loaded(DistributedOptimizer)
     with _CudaToCpu():
         yield
 

@@ -43,7 +43,7 @@ BALANCE = {"router.pooled_loss": 0, "router.aux_loss": 0.01, "router.z_loss": 0.
 
 def start(place: Path, out: str, *options: str, ranks: int = 1) -> subprocess.Popen[str]:
     recipe = RECIPE | {"data.cache": place / "tokens"}
-    if "num_experts" in json.loads((place / "source" / "config.json").read_text()):
+    if "num_experts_per_tok" in json.loads((place / "source" / "config.json").read_text()):
         recipe |= BALANCE
     keys = [word for key, value in recipe.items() for word in ("--set", f"{key}={value}")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -139,7 +139,7 @@ def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path
     """The masters of a tied embedding that it saved at these sizes were none of the weights."""
     make_source(tmp_path / "source", family="qwen2")
     make_text(tmp_path / "text.txt")
-    options, ranks = by_core({"pipeline": 2})
+    options, ranks = by_core({"tensor": 2, "pipeline": 2})
     started = start(tmp_path, "core", *options, ranks=ranks)
     said, _ = started.communicate(timeout=300)
     assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
