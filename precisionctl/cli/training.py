@@ -37,7 +37,17 @@ backend_option = click.option(
         "resume llama-fp8 --precision bf16 --recipe sft-bf16 --data chats.jsonl --out sft --load weights",
     ],
     sections={
-        "The run": ["--precision", "--data", "--out", "--recipe", "--set", "--backend", "--time-limit", "--dry-run"],
+        "The run": [
+            "--precision",
+            "--data",
+            "--out",
+            "--recipe",
+            "--set",
+            "--engine",
+            "--backend",
+            "--time-limit",
+            "--dry-run",
+        ],
         "What is loaded": ["--load", "--skip"],
         "FP8 and its state": ["--fp8-state", "--cold-start", "--collect-amax", "--shadow-every"],
     },
