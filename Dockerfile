@@ -3,6 +3,6 @@
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 COPY . /src
-RUN pip install --no-cache-dir /src
+RUN pip install --no-cache-dir "/src[train,plots]"
 WORKDIR /data
 ENTRYPOINT ["precisionctl"]

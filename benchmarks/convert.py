@@ -1,12 +1,14 @@
 """Conversion and export against a file copy of the same bytes: ratios from one run, and memory at two sizes.
 
     python benchmarks/convert.py [--gigabytes 2.4] [--pairs 7] [--out benchmarks/results/convert.json]
+        [--into docs/benchmarks.md]
 
-Three sizes of a model, the largest in full; a table is printed, and saved with a plot of time and memory beside it.
-Each pair copies the source with `cp -r --reflink=never` and `sync`, then runs ours with its own sync, in a fresh
-process whose start-up and imports are not counted. The source is in the page cache for both. Both are made twice, and
-the second counts, which writes into memory that the first has just freed: a virtual machine may have given other free
-memory back to its host, and whoever takes it again pays, 5 s instead of 0.6 s for 2 GB, here, at random.
+Three sizes of a model, the largest in full; rows are printed, and saved with a plot of time and memory beside them;
+`--into` puts the table into the page. Each pair copies the source with `cp -r --reflink=never` and `sync`, then runs
+ours with its own sync, in a fresh process; its start-up and imports are counted apart. The source is in the page cache
+for both. Both are made twice, and the second counts, which writes into memory that the first has just freed: a virtual
+machine may have given other free memory back to its host, and whoever takes it again pays, 5 s instead of 0.6 s for 2
+GB, here, at random.
 """
 
 import argparse
@@ -112,27 +114,32 @@ def recorded_state(model: Any) -> Any:
     return Fp8States(recipe, dict.fromkeys(gemms, state), producer="benchmark", iteration=1)
 
 
-def child(task: str, source: Path, target: Path, workers: int) -> None:
-    """One run in this process; prints seconds and memory above what importing took, its workers' included."""
+def child(task: str, source: Path, target: Path, workers: int, started: float) -> None:
+    """One run in this process, which was started at a time; prints seconds, those of the kernel among them, and memory
+    above what importing took, its workers' included."""
     import precisionctl.commands.plan_command  # noqa: F401  # start-up, which `plan` would otherwise pay for
     from precisionctl.conversion.command import execute
 
+    startup = time.time() - started
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
     before = memory_mb("VmRSS")
     of_workers = WorkersMemory()
     for _ in range(2):
         shutil.rmtree(target, ignore_errors=True)
-        start, spent = time.perf_counter(), cpu_seconds()
+        start, user, kernel = time.perf_counter(), *cpu_seconds()
         work = plan(task, source, target)
         execute(work, workers=workers)
-        seconds, cpu = time.perf_counter() - start, cpu_seconds() - spent
+        seconds, spent = time.perf_counter() - start, cpu_seconds()
     memory = memory_mb("VmHWM") - before + of_workers.stop()
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": memory}))
+    of_kernel = spent[1] - kernel
+    measured = {"seconds": seconds, "cpu": spent[0] - user + of_kernel, "kernel": of_kernel}
+    print(json.dumps(measured | {"startup": startup, "memory_mb": memory}))
 
 
-def cpu_seconds() -> float:
-    """What this process and its workers have used."""
-    return sum(os.times()[:4])
+def cpu_seconds() -> tuple[float, float]:
+    """What this process and its children have used: of their own, and of the kernel."""
+    user, kernel, of_children, kernel_of_children, _ = os.times()
+    return user + of_children, kernel + kernel_of_children
 
 
 class WorkersMemory(threading.Thread):
@@ -191,20 +198,23 @@ def memory_mb(field: str) -> float:
 def run_child(task: str, source: Path, target: Path, workers: int) -> dict[str, float]:
     subprocess.run(["sync"], check=True)
     command = [sys.executable, __file__, "--child", task, str(source), str(target), "--workers", str(workers)]
+    command += ["--started", str(time.time())]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, float] = json.loads(result.stdout)
     return measured
 
 
-def copy_seconds(source: Path, target: Path) -> float:
+def copy_seconds(source: Path, target: Path) -> tuple[float, float]:
+    """Of a copy until it is on the disk, and of the kernel for `cp` itself."""
     for _ in range(2):
         shutil.rmtree(target, ignore_errors=True)
         subprocess.run(["sync"], check=True)
-        start = time.perf_counter()
+        start, (_, before) = time.perf_counter(), cpu_seconds()
         subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
+        kernel = cpu_seconds()[1] - before
         subprocess.run(["sync"], check=True)
         seconds = time.perf_counter() - start
-    return seconds
+    return seconds, kernel
 
 
 def measure(task: str, source: Path, scratch: Path, pairs: int, workers: int) -> dict[str, Any]:
@@ -215,17 +225,22 @@ def measure(task: str, source: Path, scratch: Path, pairs: int, workers: int) ->
     shutil.rmtree(scratch / "copy")
     size = total_bytes(source)
     seconds = statistics.median(run["seconds"] for run in ours)
-    copy = statistics.median(copies)
+    copy = statistics.median(seconds for seconds, _ in copies)
+    ratios = [c / run["seconds"] for (c, _), run in zip(copies, ours, strict=True)]
     return {
         "task": task,
         "source_gb": size / 1e9,
         "cp_s": copy,
         "ours_s": seconds,
-        "speed_over_cp": statistics.median(c / run["seconds"] for c, run in zip(copies, ours, strict=True)),
+        "speed_over_cp": statistics.median(ratios),
+        "spread_over_cp": [min(ratios), max(ratios)],
+        "startup_s": statistics.median(run["startup"] for run in ours),
         "cpu_s": statistics.median(run["cpu"] for run in ours),
+        "kernel_s": statistics.median(run["kernel"] for run in ours),
+        "cp_kernel_s": statistics.median(kernel for _, kernel in copies),
         "memory_mb": max(run["memory_mb"] for run in ours),
         "spread_ours_s": [min(run["seconds"] for run in ours), max(run["seconds"] for run in ours)],
-        "spread_cp_s": [min(copies), max(copies)],
+        "spread_cp_s": [min(copies)[0], max(copies)[0]],
     }
 
 
@@ -275,6 +290,33 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows of the largest size, and the memory of one a quarter of it."""
+    smallest, *_, largest = sorted(row["source_gb"] for row in rows if row["task"] == TASKS[0])
+    small = {row["task"]: row["memory_mb"] for row in reversed(rows)}
+    lines = [
+        f"| task | `cp` and `sync` | ours | speed over `cp` | whole process | kernel: `cp`, ours | memory, "
+        f"{smallest:.2f} GB | memory, {largest:.2f} GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows[-len(TASKS) :]:
+        low, high = row["spread_over_cp"]
+        memory = f"{small[row['task']]:.0f} MB" if row["task"] in IN_PLOT else "-"
+        lines.append(
+            f"| {row['task']} | {row['cp_s']:.2f} s | {row['ours_s']:.2f} s | {row['speed_over_cp']:.2f} "
+            f"({low:.2f} to {high:.2f}) | {row['startup_s'] + row['ours_s']:.2f} s | {row['cp_kernel_s']:.2f} s, "
+            f"{row['kernel_s']:.2f} s | {memory} | {row['memory_mb']:.0f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def put_into(page: Path, made: str) -> None:
+    """Replace the table between the marks of a page."""
+    before, _, rest = page.read_text().partition("<!-- convert -->\n")
+    _, _, after = rest.partition("<!-- /convert -->")
+    page.write_text(f"{before}<!-- convert -->\n{made}\n<!-- /convert -->{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.4)
@@ -282,11 +324,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, help="directory on the disk to measure; else the temporary one")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/convert.json"))
+    parser.add_argument("--into", type=Path, help="a page with a table between `<!-- convert -->` marks")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         task, source, target = options.child
-        child(task, Path(source), Path(target), options.workers)
+        child(task, Path(source), Path(target), options.workers, options.started)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         sizes = {options.gigabytes / 4: 1, options.gigabytes / 2: 1, options.gigabytes: options.pairs}
@@ -301,6 +345,8 @@ def main() -> None:
     options.out.write_text(
         json.dumps({**machine, "pairs": options.pairs, "workers": options.workers, "rows": rows}, indent=2)
     )
+    if options.into:
+        put_into(options.into, table(rows))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 _LONGEST = 2000
 """Letters of what an error says: names in a file can be megabytes."""
@@ -169,6 +170,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+
+
+def require_package(name: str, extra: str, what: str) -> None:
+    """Raise EnvironmentProblem if an optional package is not installed, which the `extra` of ours brings."""
+    if find_spec(name) is None:
+        raise EnvironmentProblem(
+            f"{what} needs {name}, which is not installed", do=f"pip install 'precisionctl[{extra}]'"
+        )
 
 
 @contextmanager

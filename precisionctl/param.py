@@ -5,7 +5,7 @@ Names are logical: one for each layer and expert, without rank, stage or stackin
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -139,3 +139,9 @@ class TensorSpec:
     def stored_dtype(self) -> str:
         """PyTorch's name for what a file has."""
         return self.packing.element.stored if self.packing else str(self.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=4096)
+def shared_spec(shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel = REPLICATED) -> TensorSpec:
+    """The TensorSpec of these, as one object for all tensors that are so: 100,000 of a model are of a few dozen."""
+    return TensorSpec(shape, dtype, parallel)

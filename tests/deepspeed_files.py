@@ -117,8 +117,8 @@ def save_universal(directory: Path, states: Mapping[str, Mapping[str, Tensor]], 
     for name in states["fp32"]:
         folder = directory / "zero" / name
         folder.mkdir(parents=True)
-        for kind in KINDS:
-            one = states[kind][name]
+        for kind, tensors in states.items():
+            one = tensors[name]
             torch.save(one.flatten() if flat else {"param": one, "cat_dim": 0}, folder / f"{kind}.pt")
         torch.save(torch.tensor(3.0), folder / "step.pt")
     torch.save({"param_groups": [{"lr": 1e-3}]}, directory / "zero" / "optimizer_state.pt")
@@ -142,3 +142,23 @@ def _flat(
     each = -(-len(whole) // (2 * ranks)) * 2
     part = whole[rank * each : (rank + 1) * each]
     return torch.cat((part, torch.full((each - len(part),), -77.0))) if padded else part.clone()
+
+
+def without_zero(states: Mapping[str, Mapping[str, Tensor]], *, bf16: bool = True) -> dict[str, Any]:
+    """Model states without ZeRO, with an optimizer that has numbers: torch's own, or with BF16 in DeepSpeed's."""
+    masters = states["fp32"]
+    moments = [{kind: states[kind][name] for kind in KINDS[1:]} for name in states["exp_avg"]]
+    numbered = {number: {"step": torch.tensor(3.0), **one} for number, one in enumerate(moments)}
+    group = {"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "params": list(numbered)}
+    optimizer: dict[str, Any] = {"state": numbered, "param_groups": [group]}
+    if bf16:
+        optimizer = {"optimizer_state_dict": optimizer, "fp32_groups": [[masters[name] for name in states["exp_avg"]]]}
+    module = OrderedDict((name, tensor.bfloat16() if bf16 else tensor) for name, tensor in masters.items())
+    return {
+        "module": module,
+        "buffer_names": ["a.buffer"],
+        "optimizer": optimizer,
+        "param_shapes": None,
+        "shared_params": None,
+        "global_steps": 3,
+    }

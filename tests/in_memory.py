@@ -52,6 +52,16 @@ class InMemory:
         self.fp8 = fp8
 
 
+@dataclass
+class Described:
+    """A Hugging Face directory of which only names and shapes are known."""
+
+    model: ModelShape
+    specs: dict[str, TensorSpec]
+    path: Path | None = None
+    layout: Layout = "hf"
+
+
 @contextmanager
 def no_progress() -> Iterator[Callable[[int], None]]:
     """What nobody watches."""

@@ -48,5 +48,8 @@ BRIDGE: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-moe": {"mlp_only_layers": []},  # Bridge's table of this family has no dense layers
     "glm4-moe": {"n_shared_experts": 1},  # nor has this one more than one shared expert
+    "qwen3-next": {"mlp_only_layers": []},
+    "nemotron-h": {},
+    "olmoe": {"num_key_value_heads": 4},  # nor has its norm of keys fewer heads than that of queries
 }
 """Written by us, exported by Megatron-Bridge bit for bit, and read as Bridge saved it."""

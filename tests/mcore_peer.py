@@ -356,6 +356,11 @@ def load(model: Any, job: dict[str, Any], rank: int) -> None:
     tokens = torch.tensor(job["tokens"])
     length = tokens.shape[1]
     later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    if "record" in job:
+        from precisionctl import api
+
+        with api.record(model, job["record"]):
+            model(tokens, torch.arange(length)[None].expand_as(tokens), later).float().square().sum().backward()
     with torch.no_grad():
         logits = model.eval()(tokens, torch.arange(length)[None].expand_as(tokens), later)
     group = parallel_state.get_tensor_model_parallel_group()

@@ -22,9 +22,14 @@ KINDS = ("exp_avg", "exp_avg_sq", "param")
 
 
 def trained(
-    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS
+    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS, *, muon: bool = False
 ) -> tuple[InMemory, dict[str, Tensor]]:
-    """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
+    """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something. With
+    `muon` linears have that one's state."""
+
+    def kinds_of(name: str) -> Sequence[str]:
+        return ("momentum_buffer", "param") if muon and ".linear_" in name and "norm" not in name else kinds
+
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
     torch.manual_seed(0)
@@ -33,15 +38,17 @@ def trained(
     optimizer = {
         f"optimizer.state.{kind}.{name}": values.float() if kind == "param" else torch.rand(values.shape)
         for name, values in source.tensors.items()
-        for kind in kinds
+        for kind in kinds_of(name)
     }
     plan = make_plan(source, "megatron")
     specs = {
         f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, torch.float32, spec.parallel)
         for name, spec in plan.targets.items()
-        for kind in kinds
+        for kind in kinds_of(name)
     }
-    common = {"optimizer": {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}}
+    adam = {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}
+    chained = {0: {"optimizer": {"state": {}, "param_groups": [{"lr": 0.2, "momentum_beta": 0.95}]}}, 1: adam}
+    common = {"optimizer": chained if muon else adam}
     writer = TorchDistWriter(
         tmp_path / "run" / "iter_0000003",
         plan.model,

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from forked import fork
 from in_memory import InMemory, to_megatron
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
@@ -199,13 +201,61 @@ def by_data_ranks(source: InMemory, backend: BackendName = "emulated") -> dict[s
     return told
 
 
+GATHERING: dict[str, dict[str, Any]] = {"per-pass": {}, "per-update": {"gathers_once": True}, "copies": {}}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what processes exchange, by the name of the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def by_passes(source: InMemory, expected: tuple[Any, ...]) -> dict[str, Any]:
+    """Collectives of an update of two passes on each of two ranks, and how far its gradients are from one pass of one
+    process."""
+    told = {}
+    with together() as ranks:
+        dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
+        for how, settings in GATHERING.items():
+            sizes = ParallelSettings(replicate=2 if how == "copies" else 1)
+            world = World(ranks, *_meshes("cpu", 2, sizes), **settings)
+            model = GPT(source.model, PRESETS["bf16"], dtype=torch.float32, world=world)
+            optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
+            plan = make_plan(source, "megatron")
+            convert.run(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
+            for _ in range(2):  # the first update sets FSDP2 up
+                optimizer.take_gradients()
+                with Collectives() as counted:
+                    for turn in range(2):
+                        world.begin_pass(model, last=turn == 1)
+                        row = 2 * world.data_rank + turn
+                        backward(model, batch_of(range(row, row + 1), packed=True), ROWS * (LENGTH - 3))
+                        optimizer.collect()
+            live = LiveModel(source.model, optimizer.gradients, shards=model.shards.tensors)
+            told[how] = {
+                "collectives": counted.counts,
+                "gradients": apart(live, expected[3]),
+            }
+        dist.destroy_process_group()
+    return told
+
+
 def main(file: Path) -> None:
     expected = {family: alone(family) for family in dict.fromkeys(family for _, family in CASES)}
     told: dict[str, list[Any]] = {"shared": []}
     for count in (2, 4):
         wanted = [(how, family) for how, family in CASES if SIZES[how][0] == count]
         told["shared"] += [answer for _, answer in fork(count, lambda rank, wanted=wanted: by_ranks(wanted, expected))]
-    told["data"] = [answer for _, answer in fork(2, lambda rank: by_data_ranks(expected["llama-3"][0]))]
+    llama = expected["llama-3"][0], expected["llama-3"]
+    told["data"] = [answer for _, answer in fork(2, lambda rank: by_data_ranks(llama[0]))]
+    told["passes"] = [answer for _, answer in fork(2, lambda rank: by_passes(*llama))]
     file.write_text(json.dumps(told))
 
 

@@ -65,3 +65,14 @@ def test_what_is_there_is_not_replaced_and_what_makes_no_sense_is_refused(tmp_pa
         api.open_checkpoint(tmp_path / "a", architecture="llama")
     with pytest.raises(CheckpointError):
         api.inspect(tmp_path)
+
+
+def test_paths_are_strings_as_well(tmp_path: Path) -> None:
+    pico.save(tmp_path, "qwen3", dtype=torch.bfloat16)
+    here = str(tmp_path)
+    assert api.inspect(here)["architecture"] == "qwen3" and api.readiness(here, workers=1).verdicts
+    assert api.Calibration(here, f"{here}/text", f"{here}/out").out == tmp_path / "out"  # type: ignore[arg-type]
+    asked = api.Request.export(here, f"{here}/out", "vllm", fp8_state=f"{here}/state", reference=here)
+    assert (asked.source, asked.fp8_state, asked.reference) == (tmp_path, tmp_path / "state", tmp_path)
+    with pytest.raises(CheckpointError):
+        api.evaluate(f"{here}/none", f"{here}/text")

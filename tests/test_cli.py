@@ -33,23 +33,38 @@ def test_the_list_of_commands_cuts_none_of_them_short():
     assert "..." not in shown.partition("Commands:")[2] and all(f"\n  {name} " in shown for name in main.commands)
 
 
-def test_a_name_on_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = run("inspect", "meta-llama/Llama-3.2-1B")
-    assert asked.exit_code == 2 and "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in asked.stderr
-    (tmp_path / "models").mkdir()
-    assert "hf download" not in run("inspect", "models/llama").stderr
-
-
 def test_help_imports_neither_torch_nor_transformers_nor_rich():
     code = (
         "import sys\n"
         "from precisionctl.cli import main\n"
         "main(['--help'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'transformers', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)))\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'matplotlib', 'huggingface_hub'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "[]"
+
+
+def test_convert_verify_and_inspect_import_nothing_large_beside_torch(tmp_path):
+    """In one process one after the other, so that what any of them imports is seen."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    code = (
+        "import sys, torch\n"
+        "from precisionctl.cli import main\n"
+        "hf, out = sys.argv[1:]\n"
+        "before = set(sys.modules)\n"
+        "for command in (['inspect', hf], ['convert', hf, out, '--to', 'megatron'], ['verify', hf, out]):\n"
+        "    main(command, standalone_mode=False)\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names\n"
+        "parts = ('torch.distributed.', 'torch._dynamo', 'torch._inductor', 'numpy.random')\n"
+        "parts = {part for part in parts for name in set(sys.modules) - before if name.startswith(part)}\n"
+        "print(*sorted({name for name in new if not name.startswith(('_', 'cython'))} | parts))\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "hf", tmp_path / "out"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {*shown.splitlines()[-1].split()} <= {"click", "precisionctl", "regex", "rich", "safetensors", "yaml"} | {
+        "torch"  # its smaller modules
+    }
 
 
 def test_an_unrecognised_directory_is_one_error_that_names_what_was_looked_for(tmp_path):

@@ -6,10 +6,12 @@ from typing import Any
 
 import conversions
 import numpy as np
+import pico
 import pytest
 import torch
 from core_models import of_stages, peer
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from trained_models import MOMENTS, config_of, moments, save, states, trained
 
 from precisionctl.checkpoints.base import read_tensor
@@ -17,7 +19,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, MappingError, MissingTensor, ShapeMismatch
-from precisionctl.param import Parallelism
+from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
@@ -192,3 +194,36 @@ def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_
     assert run.optimizer.steps == 2
     for kind, tensors in run.optimizer.tensors.items():
         assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in tensors.items())
+
+
+def test_muon_beside_adamw_is_refused_by_name_and_can_be_dropped(tmp_path: Path) -> None:
+    model = pico.make("llama-3")
+    parts: list[list[torch.nn.Parameter]] = [[], []]
+    for name, parameter in model.named_parameters():
+        parts[".layers." in name and parameter.dim() > 1].append(parameter)
+    optimizers = [torch.optim.AdamW(parts[False], lr=1e-3), torch.optim.Muon(parts[True], lr=1e-3)]
+    ids = torch.arange(32).view(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers), strict=True))
+    path = config_of(model, save(tmp_path / "run", saved))
+    with pytest.raises(MissingTensor, match=r"another optimizer than Adam\? --drop-optimizer"):
+        conversions.run(path, tmp_path / "out", "megatron")
+    told = conversions.run(path, tmp_path / "out", "megatron", drop_optimizer=True)
+    assert any("['momentum_buffer'], which AdamW has not" in note for note in told.notes)
+
+
+def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp_path: Path) -> None:
+    """As megatron-fsdp's users save theirs: `optimizer.state_dict()` itself."""
+    model, optimizer = trained("qwen3-moe")
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    reader: Any = open_checkpoint(config_of(model, save(tmp_path / "run", saved)))
+    both = WithOptimizer(reader)
+    assert reader.left == () and reader.trainer_run.updates == 2
+    for name, tensor in moments(model, optimizer, "exp_avg").items():
+        rows = [read_tensor(both, found) for found in both.specs if found.startswith(f"{STATE}exp_avg.{name}")]
+        assert torch.equal(torch.stack(rows) if len(rows) > 1 else rows[0], tensor), name
+    del saved["optimizer"]["state"][4]["exp_avg"]
+    reader = open_checkpoint(config_of(model, save(tmp_path / "other", saved)))
+    assert not reader.optimizer_specs and len(reader.left) > 9

@@ -311,3 +311,33 @@ def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path) ->
     (tmp_path / "run" / "latest").write_text("../other/global_step3")
     with pytest.raises(PrecisionctlError, match="no checkpoint is recognised"):
         open_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_without_zero_parameters_are_told_by_the_order_of_the_model(tmp_path: Path, llama: Path, bf16: bool) -> None:
+    model = pico.make("llama-3", **ODD)
+    states = files.states_of({name: one.detach() for name, one in model.named_parameters()})
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "mp_rank_00_model_states.pt"
+    torch.save(saved := files.without_zero(states, bf16=bf16), path)
+    reader = read(tmp_path / "run", llama)
+    assert_is(reader, states)
+    assert (reader.unread, reader.trainer_run.updates, reader.trainer_run.settings["initial_lr"]) == ("", 3, 2e-3)
+    inner = saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
+    inner["param_groups"][0]["params"].pop()
+    torch.save(saved, path)
+    assert "none of this model's; was a part of it frozen?" in read(tmp_path / "run", llama).unread
+
+
+def test_universal_masters_that_the_model_has_are_held_against_it(tmp_path: Path, llama: Path) -> None:
+    """Without `param_shapes`, as of a model that nothing was trained of, they would be ignored."""
+    states = files.states_of(weights_of(llama))
+    directory = files.save_universal(tmp_path / "run", {"fp32": states["fp32"]})
+    module = {name: one.bfloat16() for name, one in states["fp32"].items()}
+    torch.save({"module": module, "param_shapes": []}, directory / "mp_rank_00_model_states.pt")
+    assert read(directory, llama).specs.keys() == module.keys()
+    (directory / "zero" / "lm_head.weight" / "exp_avg_old.pt").touch()
+    assert "exp_avg_old.pt" in read(directory, llama).unread
+    torch.save({"param": states["fp32"]["lm_head.weight"] + 1}, directory / "zero" / "lm_head.weight" / "fp32.pt")
+    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights, `lm_head.weight`"):
+        read(directory, llama)

@@ -20,6 +20,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
+from precisionctl.trainer.model import delta_rule
 from precisionctl.trainer.model.delta_rule import CHUNK, gated_delta_rule
 from precisionctl.trainer.model.positions import PackedSequences
 
@@ -58,6 +59,38 @@ def test_the_rule_in_fp32_is_that_of_transformers() -> None:
     given = inputs(CHUNK + 9, torch.float32)
     expected, _ = torch_recurrent_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True)
     torch.testing.assert_close(gated_delta_rule(*given), expected, rtol=0, atol=1e-6)
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_flash_linear_attention_is_asked_for_the_same_on_a_gpu_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, None]:
+        """The parameters that it has in 0.6.0, of those that are used."""
+        asked.append((scale, use_qk_l2norm_in_kernel))
+        return gated_delta_rule(q, k, v.as_subclass(Tensor), g, beta), None
+
+    monkeypatch.setattr(delta_rule, "_flash_kernel", lambda: chunk_gated_delta_rule)
+    query, key, value, decay, beta = (tensor.bfloat16() for tensor in inputs(CHUNK + 6))
+    expected = gated_delta_rule(query, key, value, decay, beta)
+    assert not asked
+    assert torch.equal(gated_delta_rule(query, key, value.as_subclass(OnGpu), decay, beta), expected)
+    assert asked == [(None, True)]
+    gated_delta_rule(query, key, value.float().as_subclass(OnGpu), decay, beta)
+    assert len(asked) == 1
 
 
 def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
@@ -133,7 +166,7 @@ def test_torch_dist_has_the_parts_of_a_delta_net_as_megatron_core_stores_them(tm
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, linear_num_key_heads=1, linear_key_head_dim=15)
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, linear_num_key_heads=1)
     with pytest.raises(ShapeMismatch, match=r"self_attention.in_proj.weight.*cannot be cut into 2"):
         plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
 

@@ -21,15 +21,15 @@ def line(model_type: str) -> str:
     like = pico.ALSO.get(model_type)
     families = FAMILIES[like or model_type]
     otherwise = ", ".join(f"`{field}`" for field in otherwise_in_megatron(pico.shape(families[0])))
-    judges = ["transformers" if like is None else f"transformers, as `{like}`"]
+    judges = (
+        [] if families[0] in pico.NOT_TRAINED else ["transformers" if like is None else f"transformers, as `{like}`"]
+    )
     if {*families} & {*CORE, *CORE_FIRST, *CORE_LATER} and like is None:
         judges.append("Megatron-Core")
     if {*families} & {*CORE_LOADS}:
         judges.append("Megatron-Core (parameters)")
     if {*families} & BRIDGE.keys() and like is None:
         judges.append("Megatron-Bridge")
-    if {*families} & pico.NOT_TRAINED.keys():
-        judges = ["nobody: `resume` refuses it"]
     computes = f"all but {otherwise}" if otherwise else "all"
     return f"| `{model_type}` | {supported()[model_type].names_by} | {computes} | {', '.join(judges)} |"
 

@@ -77,6 +77,12 @@ def hub_entry(main: str | None, *snapshots: str) -> Callable[[Path], object]:
     return make
 
 
+def as_paddle(directory: Path) -> None:
+    pico.save(directory, "llama-2")
+    path = directory / "model.safetensors"
+    save_file(load_file(path), path, metadata={"format": "np"})
+
+
 # what is there, what it is told to be, and what is said to do
 MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "--reference BASE"),
@@ -94,6 +100,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
+    "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),

@@ -223,3 +223,30 @@ def test_transformers_decodes_to_the_same_values(tmp_path: Path, sources: Mappin
     assert said["config_groups"]["group_0"]["format"] == said["format"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"What is {FOUR_BITS[scheme]}" in card and "FP8 codes" not in card
+
+
+ONE_BY_ONE = [family for family in pico.FAMILIES if pico.shape(family).moe and family not in ("gpt-oss", "granite-moe")]
+"""Families whose experts have tensors of their own; those in one tensor stay values."""
+BRIEFLY = {("deepseek-v3", "w4a16"), ("qwen3-next", "nvfp4a16")}
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        pytest.param(family, scheme, marks=[] if (family, scheme) in BRIEFLY else [pytest.mark.soak])
+        for family in ONE_BY_ONE
+        for scheme in ("nvfp4a16", "mxfp4", "w4a16")
+    ],
+)
+def test_codes_of_experts_go_to_megatron_and_come_back_the_same(tmp_path: Path, family: str, scheme: str) -> None:
+    """Whatever layout a family gives them there."""
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **sizes)
+    export(tmp_path / "hf", tmp_path / "codes", "vllm", scheme, keep_misfits=True)
+    conversions.run(tmp_path / "codes", tmp_path / "megatron", "megatron", workers=1)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8", workers=1)
+    codes, back = (load_file(tmp_path / each / "model.safetensors") for each in ("codes", "back"))
+    assert sum(".experts." in name and name.endswith("weight_packed") for name in codes) >= 6
+    assert codes.keys() == back.keys()
+    for name, expected in codes.items():
+        assert torch.equal(expected.view(torch.uint8), back[name].view(torch.uint8)), name

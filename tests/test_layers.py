@@ -115,12 +115,14 @@ def test_no_files_import_one_another_in_a_circle():
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    kinds = ("te", "tracking", "parquet", "lm-eval", "megatron")
-    needed = [*project["dependencies"], *(each for kind in kinds for each in extras[kind])]
+    needed = [
+        *project["dependencies"],
+        *(each for extra in extras if extra not in ("dev", "docs") for each in extras[extra]),
+    ]
     declared = {re.split(r"[^\w-]", each)[0] for each in needed}
     known = {"precisionctl", "transformer_engine_torch", *sys.stdlib_module_names, *declared}
-    known |= {"yaml"} if "pyyaml" in declared else set()  # packages by another name
-    known |= {"megatron"} if "megatron-core" in declared else set()
+    others = {"pyyaml": "yaml", "flash-linear-attention": "fla", "megatron-core": "megatron"}
+    known |= {name for package, name in others.items() if package in declared}
     strangers = {(unit_of(file), name) for file in FILES for name in imports(file) if name.split(".")[0] not in known}
     assert not strangers
 

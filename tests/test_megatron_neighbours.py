@@ -16,12 +16,13 @@ from conversions import assert_same_tensors, run
 from dist_checkpoints import MODEL, NAMES, specs, values, write
 from pico import FAMILIES, make
 from torch.distributed.checkpoint import FileSystemWriter
+from trained_models import config_of, moments, save, states, trained
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -162,6 +163,29 @@ def test_verls_directory_is_read_with_the_config_beside_it(tmp_path: Path, place
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_verls_optimizer_in_a_directory_of_its_own_comes_with_the_model(tmp_path: Path) -> None:
+    """As verl 0.9 divides what Megatron writes in one."""
+    actor = verls(tmp_path, "model")
+    model, optimizer = trained("qwen3")
+    save(tmp_path / "pytorch", states(model, optimizer))
+    run(config_of(model, tmp_path / "pytorch"), tmp_path / "whole", "megatron", "bf16")
+    whole = next((tmp_path / "whole").glob("iter_*"))
+    shutil.rmtree(actor / "model" / "dist_ckpt")
+    index, common = dcp.read_index(whole), torch.load(whole / "common.pt", weights_only=False)
+    for part, of_part in (("model", False), ("optimizer", True)):
+        shutil.copytree(whole, actor / part / "dist_ckpt")
+        tensors = {key: one for key, one in index.tensors.items() if key.startswith("optimizer.") == of_part}
+        dcp.write_index(actor / part / "dist_ckpt", dcp.Index(tensors, {}))
+        torch.save({"optimizer": common["optimizer"]} if of_part else {}, actor / part / "dist_ckpt" / "common.pt")
+    (actor / "model" / "dist_ckpt" / "run_config.yaml").unlink()
+    run(actor, tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    assert back.trainer_run.updates == 2 and back.trainer_run.settings["betas"] == (0.9, 0.95)
+    for name, tensor in moments(model, optimizer, "exp_avg").items():
+        assert torch.equal(read_tensor(WithOptimizer(back), f"optimizer.state.exp_avg.{name}"), tensor), name
+
+
 def test_a_checkpoint_that_says_no_model_asks_for_a_reference_of_which_config_and_tokenizer_are_enough(
     tmp_path: Path,
 ) -> None:
@@ -233,8 +257,15 @@ def test_megatron_fsdps_checkpoint_is_read(tmp_path):
         for stored, part in (halves or {name: tensor}).items():
             state[fsdp_name(stored)] = part.contiguous()
             moment = part.float() * 2
-            state[f"optimizer.state.module.module.module.{stored}.exp_avg"] = moment
+            of = f"optimizer.state.module.module.module.{stored}"
+            state |= {f"{of}.exp_avg": moment, f"{of}.exp_avg_sq": moment.abs(), f"{of}.step": torch.tensor(6.0)}
+            decays = {"wd_mult": float(tensor.dim() > 1), "weight_decay": 0.1 * (tensor.dim() > 1), "lr": 2e-3}
+            for key, value in (decays | {"max_lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-8}).items():
+                state[f"optimizer.param_to_group_meta.module.module.module.{stored}.{key}"] = value
         moments[f"optimizer.state.exp_avg.{name}"] = tensor.float() * 2
+        moments[f"optimizer.state.exp_avg_sq.{name}"] = (tensor.float() * 2).abs()
+        if tensor.dtype == torch.float32:
+            moments[f"optimizer.state.param.{name}"] = tensor
     path = tmp_path / "iter_0000004"
     torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
@@ -250,6 +281,44 @@ def test_megatron_fsdps_checkpoint_is_read(tmp_path):
     state_of = argparse.Namespace(specs=reader.optimizer_specs, chunks=reader.chunks)
     assert reader.optimizer_specs.keys() == moments.keys()
     assert all(torch.equal(read_tensor(state_of, name), moment) for name, moment in moments.items())
+    inner = reader.common["optimizer"]["optimizer"]
+    assert inner["state"] == {"common_step": 6}
+    assert [(group["wd_mult"], group["betas"]) for group in inner["param_groups"]] == [
+        (1.0, (0.9, 0.95)),
+        (0.0, (0.9, 0.95)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_megatron_fsdps_run_goes_on_with_masters_and_moments_to_the_last_bit(tmp_path: Path) -> None:
+    model, optimizer = trained("qwen3")
+    run(config_of(model, save(tmp_path / "run", states(model, optimizer))), tmp_path / "whole", "megatron")
+    whole: Any = open_checkpoint(tmp_path / "whole")
+    state: dict[str, Any] = {"args": argparse.Namespace(**whole.args), "iteration": 2}
+    for name in whole.specs:
+        of = "optimizer.state.module.module.module."
+        keys = {
+            "": fsdp_name(name),
+            **{f"optimizer.state.{kind}.": f"{of}{name}" for kind in ("exp_avg", "exp_avg_sq")},
+        }
+        ends = ("_w", "_v") if "fc1.weight" in name else ("",)
+        for prefix, key in keys.items():
+            parts = read_tensor(WithOptimizer(whole), prefix + name).chunk(len(ends))
+            kind = prefix.removeprefix("optimizer.state")[:-1]
+            state |= {f"{key}{end}{kind}": part.contiguous() for end, part in zip(ends, parts, strict=True)}
+        settings = {"wd_mult": 1.0, "weight_decay": 0.1, "lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "step": 2}
+        state |= {
+            f"optimizer.param_to_group_meta.module.module.module.{name}.{key}": one for key, one in settings.items()
+        }
+    save(tmp_path / "fsdp" / "iter_0000002", state)
+    run(tmp_path / "fsdp" / "iter_0000002", tmp_path / "megatron", "megatron", "bf16")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    back: Any = open_checkpoint(tmp_path / "back")
+    assert (back.trainer_run.updates, back.trainer_run.settings["betas"]) == (2, (0.9, 0.95))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read_tensor(back, name), parameter), name
+        moment = read_tensor(WithOptimizer(back), f"optimizer.state.exp_avg.{name}")
+        assert torch.equal(moment, optimizer.state[parameter]["exp_avg"]), name
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "model.module."])

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
-from precisionctl.errors import MappingError, ShapeMismatch
+from precisionctl.errors import CheckpointError, MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -130,3 +130,16 @@ def test_generators_go_along_where_there_is_a_place_for_them_and_a_run_is_told_w
     assert ("rng_state/shard_0.0_1.1" in reader.objects) == kept
     assert reader.args["no_save_rng"] == (not kept)
     assert any("rng_state" in note for note in told) == any("--no-load-rng" in note for note in told) == (not kept)
+
+
+def test_muons_momentum_goes_along_beside_adams_moments_and_to_no_other_trainer(tmp_path: Path) -> None:
+    _, before = trained(tmp_path, muon=True)
+    reader, after, _ = convert(tmp_path / "run", tmp_path / "cut", "torch_dist", tensor=2)
+    assert any(".momentum_buffer." in name for name in before)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    muon, adam = reader.common["optimizer"].values()
+    assert muon["optimizer"]["param_groups"][0]["momentum_beta"] == 0.95
+    assert adam["optimizer"]["param_groups"][0]["lr"] == 0.1
+    for to in ("dcp", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=r"Muon.*momentum_buffer.*--drop-optimizer"):
+            carry_out(Request(tmp_path / "run", tmp_path / to, "hf", container=to))

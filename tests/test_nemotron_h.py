@@ -67,7 +67,7 @@ def test_torch_dist_has_the_names_and_parts_of_megatron_cores_hybrid_stack(sourc
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", "nemotron-h", n_groups=1, ssm_state_size=7)
+    pico.save(tmp_path / "hf", "nemotron-h", n_groups=1)
     with pytest.raises(ShapeMismatch, match=r"mixer.in_proj.weight.*cannot be cut into 2"):
         plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pico
 import pytest
 import torch
+from in_memory import Described
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
@@ -26,16 +27,6 @@ from precisionctl.planning.make_plan import make_plan
 LAYERS = 4
 LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
 PUBLISHED = {each["repository"]: each for each in map(json.loads, LINES)}
-
-
-@dataclasses.dataclass
-class Described:
-    """A Hugging Face directory of which only names and shapes are known."""
-
-    model: ModelShape
-    specs: dict[str, TensorSpec]
-    path: Path | None = None
-    layout: Any = "hf"
 
 
 def parameters(model: ModelShape) -> int:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pico
@@ -12,12 +13,15 @@ import torch
 from command_processes import CommandProcess
 from conversions import tree
 from forked import free_port
+from torch.distributed import HashStore
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.conversion.ranks import _first_host, _port
+from precisionctl.conversion.convert import files_of_ranks
+from precisionctl.conversion.ranks import Ranks, _first_host, _port
+from precisionctl.param import Layout
 
 SHARD = 60_000
 
@@ -54,6 +58,39 @@ def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, megatron: Path, names:
     assert tree(tmp_path / "two") == tree(tmp_path / "alone")
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "two"]
+
+
+def test_four_ranks_write_the_bytes_of_one_and_say_few_words_to_each_other(tmp_path: Path, megatron: Path) -> None:
+    class Counting(HashStore):
+        words = 0
+
+        def set(self, name: str, value: str) -> None:
+            self.words += not name.startswith("alive.")
+            super().set(name, value)
+
+    def convert_as(ranks: Ranks) -> None:
+        request = Request(megatron, tmp_path / f"of-{ranks.count}", "hf", max_shard_size=SHARD)
+        with ranks.together():
+            execute(plan_command(request), ranks=ranks, workers=1)
+
+    store = Counting()
+    convert_as(Ranks())
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(convert_as, [Ranks(rank, 4, store) for rank in range(4)]))
+    assert tree(tmp_path / "of-4") == tree(tmp_path / "of-1")
+    assert store.words == 4 + 3 * 3, "begun, finished, laid out and end; and of each other rank checked, found and bye"
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_files_are_dealt_to_ranks_once_each_and_evenly(tmp_path: Path, megatron: Path, target: Layout) -> None:
+    command = plan_command(Request(megatron, tmp_path / "out", target, max_shard_size=SHARD))
+    (alone,) = files_of_ranks(command.plan, command.writer, 1)
+    assert sum(alone.values()) == command.plan.nbytes
+    for count in (2, 4, len(alone) + 3):
+        shares = files_of_ranks(command.plan, command.writer, count)
+        assert len(shares) == count and [file for share in shares for file in share] == [*alone]
+        largest = max(sum(share.values()) for share in shares)
+        assert largest <= command.plan.nbytes / count + max(alone.values())
 
 
 def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:

@@ -19,6 +19,7 @@ from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import judge
+from precisionctl.readiness.thresholds import Threshold
 from precisionctl.reports import readiness as report
 from precisionctl.reports.heat import ColourScale
 from precisionctl.reports.inspect import describe
@@ -42,7 +43,7 @@ def with_everything():
 
 def test_json_has_every_role_of_every_module_and_keeps_its_form():
     found = json.loads(json.dumps(report.as_json(with_everything())))
-    assert found.keys() == {"thresholds", "verdicts", "four_bits", "notes", "modules"}
+    assert found.keys() == {"thresholds", "verdicts", "four_bits", "passes", "notes", "modules"}
     assert found["verdicts"].keys() == {"delayed", "current", "block", "mxfp8"}
     assert found["verdicts"]["current"] == {
         "ready": False,
@@ -150,6 +151,26 @@ def test_a_map_is_left_out_where_nothing_is_known_of_its_measure(tmp_path):
     assert "Zeros: current" in page.words
 
 
+def test_the_page_says_how_much_data_its_verdict_rests_on_and_has_commands_to_copy(tmp_path, monkeypatch):
+    weights, states = healthy()
+    few, enough, nothing = (
+        judge(MODULES, weights, with_passes and replace(states, modules=dict.fromkeys(MODULES, with_passes)))
+        for with_passes in (state_of(3), state_of(16), None)
+    )
+    assert (few.passes, enough.passes, nothing.passes) == (3, 16, None)
+    assert "were recorded in 3 passes, which is little" in page_of(tmp_path, few)
+    assert any("recorded in 3 passes, which is little" in line for line in report.advice(few, "CKPT"))
+    monkeypatch.setattr(report, "PASSES", Threshold(16, "16 passes", "ours"))
+    assert report.rests_on(enough).endswith("activations and gradients were recorded in 16 passes.")
+    untold = page_of(tmp_path, nothing)
+    assert "of activations and gradients nothing is known" in untold and "user-select: all" in untold
+    assert "<pre>precisionctl calibrate &#x27;/models/&lt;i&gt;a &amp; b&#x27; --data FILE --out STATE</pre>" in untold
+
+
+def state_of(passes):
+    return Fp8State({role: recorded(*[1.0] * passes) for role in ("input", "weight", "grad_output")})
+
+
 @pytest.mark.parametrize(
     ("value", "step"), [(0, "c0"), (1, "c1"), (1.5, "c2"), (2, "c2"), (3, "w0"), (9, "w1"), (99, "w2")]
 )
@@ -170,7 +191,9 @@ def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
     assert result.exit_code == 0
     assert "calibrate first (8 modules)" in result.stdout and "not known yet" in result.stdout
     assert "There is no FP8 state" in result.stdout
-    assert "Nothing has measured input and grad_output: run `precisionctl calibrate" in result.stdout
+    assert (
+        f"Nothing has measured input and grad_output. To measure:\nprecisionctl calibrate {tmp_path}" in result.stdout
+    )
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 

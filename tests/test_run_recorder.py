@@ -10,13 +10,19 @@ from typing import Any
 import pico
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from calibrating import HISTORY, asked
-from gpt_models import VOCABULARY, backward, converted
+from conversions import run
+from core_models import peer
+from gpt_models import VOCABULARY, as_gpt, backward, converted
 from safetensors import safe_open
 from te_pickles import of_module
 from te_states import trained
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from training import make_source, make_text
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import AttentionInterface
@@ -28,8 +34,10 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import DestinationExists, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import CACHE, IN_USE, DelayedScaling, Fp8States
+from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recording import rank_files
+from precisionctl.recording.run_recorder import _amax
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch
 from precisionctl.trainer.model.gpt import GPT
@@ -157,6 +165,14 @@ def test_nothing_of_the_run_changes_and_the_hooks_go(llama: Place, tmp_path: Pat
     assert not any(hooks) and AttentionInterface.get_interface is attention
 
 
+@pytest.mark.parametrize("values", [[1.0, -2.0], [-1.0, -3.0], [0.5, 2.0], [-0.0, 0.0], [1.0, float("-inf")], []])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_largest_magnitude_is_found_whatever_its_sign(values: list[float], dtype: torch.dtype) -> None:
+    found = _amax(torch.tensor(values, dtype=dtype))
+    assert float(found) == max(map(abs, values), default=0)
+    assert _amax(torch.tensor([*values, float("nan")], dtype=dtype)).isnan()
+
+
 def test_only_passes_with_gradients_are_rows_and_of_these_each_nth(llama: Place, tmp_path: Path) -> None:
     model = llama.live()
     with api.record(model, tmp_path / "recorded", overrides=SHORT, every=2):
@@ -258,6 +274,30 @@ def test_parts_that_a_killed_run_left_are_not_merged(llama: Place, tmp_path: Pat
         first = part(0)  # of the next run
         first.finish()
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_model_that_torch_has_wrapped_or_sharded_is_recorded_as_itself(
+    kind: str, llama: Place, tmp_path: Path
+) -> None:
+    with api.record(plain := llama.live(), tmp_path / "plain", overrides=SHORT):
+        llama.pass_over(plain, 0)
+    model: Any = llama.live()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if kind == "DDP":
+            model = DistributedDataParallel(model)
+        else:
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        with api.record(model, tmp_path / "wrapped", overrides=SHORT):
+            llama.pass_over(model, 0)
+    finally:
+        dist.destroy_process_group()
+    ours, theirs = sidecar.read(tmp_path / "wrapped"), sidecar.read(tmp_path / "plain")
+    for (*_, rows), (*name, expected) in zip(histories(ours), histories(theirs), strict=True):
+        assert rows.equal(expected), name
+    assert ours.of_weights == (theirs.of_weights if kind == "DDP" else None)
 
 
 def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path) -> None:
@@ -362,5 +402,63 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for code in re.findall(r"```python\n(.+?)```", page, re.DOTALL):
         exec(code, names)
     for file in ("state.safetensors", "trainer.safetensors"):
-        assert all(rows.count_nonzero() == 4 for _, role, rows in histories(sidecar.read(Path(file))) if role in IN_USE)
+        assert all(
+            rows.count_nonzero() == 4 for _, role, rows in histories(sidecar.read(tmp_path / file)) if role in IN_USE
+        )
     assert (tmp_path / "served" / "model.safetensors").exists()
+
+
+FIRST = ("gemma3", "gpt-oss", "qwen3-next")
+"""Norms that are 1 more, sinks, delta nets; the other families in `make soak`."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in FIRST else pytest.mark.soak) for each in pico.FAMILIES]
+)
+def test_modules_of_transformers_are_the_gemms_that_our_recorder_has(family: str, tmp_path: Path) -> None:
+    """In FP32, where only the order of sums differs."""
+    theirs, tokens = pico.make(family), torch.randint(VOCABULARY, (2, 24))
+    precision = Precision(fp8=True, delayed=DelayedScaling(amax_history_len=HISTORY), keep_bf16=("*.experts.*",))
+    with api.record(theirs, tmp_path / "recorded", overrides=(*SHORT, "precision.keep_bf16=['*.experts.*']")):
+        theirs(tokens).logits.float().square().sum().backward()
+    ours, recorder = as_gpt(converted(theirs, tmp_path / "source")), Recorder(precision, torch.device("cpu"))
+    with ours.recorded_by(recorder):
+        ours(tokens).float().square().sum().backward()
+    found, expected = sidecar.read(tmp_path / "recorded").modules, recorder.states()
+    without_caches = ours.model.mla or family == "gpt-j"
+    assert found.keys() == {name for name in expected if not (without_caches and "core_attention" in name)}
+    for module, state in found.items():
+        for role, part in state.roles.items():
+            rows = expected[module].roles[role].amax_history
+            rows = rows.bfloat16().float() if role == "weight" else rows
+            torch.testing.assert_close(part.amax_history, rows, rtol=2e-3, atol=0, msg=f"{module} {role}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama-2", {"tensor_parallel": 2}), ("qwen3", {"data_parallel": 2}), ("deepseek-v3", {})]
+)
+def test_megatron_core_itself_records_what_our_recorder_does(
+    family: str, ranks: dict[str, int], tmp_path: Path
+) -> None:
+    """In FP32, where only the order of sums differs; on several ranks one file of their parts."""
+    theirs, tokens = pico.make(family), torch.arange(24).view(2, 12) * 7 % VOCABULARY
+    ours = as_gpt(converted(theirs, tmp_path / "source"))
+    recorder = Recorder(Precision(fp8=True), torch.device("cpu"))
+    with ours.recorded_by(recorder):
+        ours(tokens).float().square().sum().backward()
+    cut = Parallelism(tensor=ranks.get("tensor_parallel", 1))
+    run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=cut)
+    job = {"do": "load", "directory": str(tmp_path / "megatron" / "release"), "out": str(tmp_path / "logits")}
+    job |= {"te_names": True, "tokens": tokens.tolist(), "record": str(tmp_path / "recorded")}
+    peer(tmp_path, [job], **ranks)
+    found = sidecar.read(tmp_path / "recorded").modules
+    for module, state in recorder.states().items():
+        if "core_attention" in module and family == "deepseek-v3":
+            continue
+        for role, part in state.roles.items():
+            newest, expected = found[module].roles[role].amax_history[..., -1], part.amax_history[..., -1]
+            if "experts.linear_fc2" in module and role != "weight":
+                continue  # megatron-core multiplies by the router's weights before it, we and transformers after it
+            expected = expected.bfloat16().float() if role == "weight" else expected
+            torch.testing.assert_close(newest, expected, rtol=1e-4, atol=0, msg=f"{module} {role}")

@@ -55,6 +55,27 @@ def test_fp8_of_data_ranks_that_starts_cold_is_that_of_one_process(told: Told, a
 
 
 @pytest.mark.parametrize(
+    ("how", "collectives"),
+    [
+        ("per-pass", {"_allgather_base_": 2 * (3 + 2), "_reduce_scatter_base_": 2 * 3}),
+        ("per-update", {"_allgather_base_": 3, "_reduce_scatter_base_": 3}),
+        ("copies", {}),
+    ],
+)
+def test_an_update_of_two_passes_exchanges_no_more_than_it_must(
+    told: Told, how: str, collectives: dict[str, int]
+) -> None:
+    """Two layers, and what is outside of them: three groups of parameters. In each pass they are gathered for the
+    forward, layers again for the backward, and their gradients are reduced; if once in an update, each once. Copies of
+    a model sum each group's gradients once in an update, whatever else (groups of a single copy all-reduce nothing, but
+    PyTorch counts them)."""
+    assert len(told["passes"]) == 2
+    for rank in told["passes"]:
+        assert rank[how]["collectives"] == collectives | {"allreduce_": 3}
+        assert max(rank[how]["gradients"].values()) < 2**-17
+
+
+@pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
         ("llama-3", ParallelSettings(tensor=4), "2 query groups cannot be shared evenly by 4 ranks"),

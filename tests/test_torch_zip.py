@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import signal
+from pathlib import Path
 
 import numpy
 import pytest
@@ -164,3 +165,12 @@ def test_arrays_of_numpy_are_not_taken_for_a_bomb(protocol: int) -> None:
     file = io.BytesIO()
     torch.save({"sizes": numpy.zeros(50_000, numpy.int64)}, file, pickle_protocol=protocol)
     assert isinstance(torch_zip.load(file.getvalue(), "here")["sizes"], Inert)
+
+
+def test_tensors_that_share_bytes_may_be_written_a_few_times_and_no_more(tmp_path: Path) -> None:
+    shared = torch.ones(64, 1024)
+    torch.save({f"layers.{index}.shared.weight": shared for index in range(24)}, tmp_path / "tied.bin")
+    assert len(torch_zip.skeleton(tmp_path / "tied.bin")) == 24
+    torch.save({f"layers.{index}.weight": shared[index % 8 :] for index in range(1600)}, tmp_path / "bomb.bin")
+    with pytest.raises(DamagedCheckpoint, match="share the bytes"):
+        torch_zip.skeleton(tmp_path / "bomb.bin")

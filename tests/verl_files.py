@@ -27,6 +27,7 @@ def save(
     version: int = 2,
     replicas: int = 1,
     units: Sequence[Sequence[str]] = (),
+    step: int = 5,
 ) -> Path:
     """The files of `ranks` that have the model together, for each of its `replicas`. `moments` are FP32 tensors by kind
     and parameter, in the model's order; with `units` of parameters they are flat, as FSDP 1 has them."""
@@ -56,7 +57,7 @@ def save(
                 ]
             else:
                 held = [{kind: cut(moments[kind][name]) for kind in MOMENTS} for name in moments["exp_avg"]]
-            state = {number: {"step": torch.tensor(5.0), **one} for number, one in enumerate(held)}
+            state = {number: {"step": torch.tensor(float(step)), **one} for number, one in enumerate(held)}
             end = f"world_size_{world}_rank_{rank}.pt"
             torch.save({name: cut(tensor) for name, tensor in weights.items()}, directory / f"model_{end}")
             groups = [SETTINGS | {"params": list(state)}]

@@ -254,11 +254,15 @@ def in_four_bits(reader: Reader) -> dict[str, Packing]:
 
 def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
     """Rows `[row, row + rows)` as `[rows, width]` in the stored dtype; into `out` where one is given."""
-    spec = source.specs[name]
+    return read_box(source, name, Box(row, rows, 0, source.specs[name].width), out)
+
+
+def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) -> Tensor:
+    """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`."""
     if out is None:
-        out = torch.empty(rows, spec.width, dtype=spec.dtype)
-    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.width)):
-        into = _window(out, part, row, 0)
+        out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype)
+    for chunk, part in _touching(source, name, box):
+        into = _window(out, part, box.row, box.column)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif not isinstance(chunk.place, Path):

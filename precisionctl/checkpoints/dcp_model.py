@@ -15,7 +15,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Chunk, Hints, whole
-from precisionctl.checkpoints.dcp_optimizer import split_off
+from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
@@ -67,7 +67,10 @@ class DcpModelReader(TrainerDirectory):
         weights, self._optimizer = split_off(index)
         if index_of_optimizer:
             self._optimizer = split_off(index_of_optimizer)[1]
-        self.left = self._optimizer.others
+        prefix = _wrapper(weights)
+        in_model = {name.removeprefix(prefix): one for name, one in weights.items()}
+        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, path)
+        self.left, self.unread = self._optimizer.others, self._optimizer.unread
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
         for each in filter(None, (index, index_of_optimizer)):

@@ -1,7 +1,8 @@
 """The optimizer in PyTorch's checkpoints (DCP): which key is which state of which parameter.
 
 `get_state_dict`, and so accelerate, has `optimizer.state.<parameter>.exp_avg` and numbered groups of parameters;
-torchtitan makes each parameter a group.
+torchtitan makes each parameter a group. An optimizer's own state dict, as megatron-fsdp saves it, has numbers for
+parameters.
 """
 
 import re
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
+from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import adam_settings, lost_settings
-from precisionctl.errors import CheckpointError, damage
+from precisionctl.errors import CheckpointError, damage, shown
+from precisionctl.param import TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq)")
+_OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
 _SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay)")
+_PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(
     rf"{_INSIDE}(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+"
 )
@@ -30,12 +35,22 @@ _OF_RUN = re.compile(
 @dataclass(frozen=True)
 class DcpOptimizer:
     """AdamW's tensors by parameter: `moments` by kind, and the `steps` that it counts. `settings` are where each of a
-    parameter group's is stored, by group. `others` are tensors that are neither, nor weights."""
+    parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may be states
+    that are `numbered`, of the parameters that each group's object says (`parameters`)."""
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Span]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    parameters: Mapping[int, Span] = field(default_factory=dict)
+
+    @property
+    def unread(self) -> str:
+        """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
+        found = {match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key))}
+        kinds = sorted(found - {"step", "exp_avg", "exp_avg_sq"})
+        return f"{shown(kinds)}, which AdamW has not" if kinds else ""
 
     def updates(self, where: Path) -> int:
         """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each."""
@@ -72,15 +87,43 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
     """The weights of a checkpoint, and its optimizer."""
     weights = {key: tensor for key, tensor in index.tensors.items() if not _OF_RUN.fullmatch(key)}
     states: dict[str, dict[str, DcpTensor]] = {"step": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    others, settings = list[str](), dict[str, dict[str, Span]]()
+    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[int, Span]()
+    numbered = dict[int, dict[str, str]]()
     for key, tensor in index.tensors.items():
         if key in weights:
             continue
-        if (match := _STATE.fullmatch(key)) and not match[1].isdigit():
+        match = _STATE.fullmatch(key)
+        if match and not match[1].isdecimal():
             states[match[2]][match[1]] = tensor
-        else:
-            others.append(key)
+            continue
+        others.append(key)
+        if match and len(match[1]) < 10:
+            numbered.setdefault(int(match[1]), {})[match[2]] = key
     for key, span in index.objects.items():
         if match := _SETTING.fullmatch(key):
             settings.setdefault(match[1], {})[match[2]] = span
-    return weights, DcpOptimizer(states, states.pop("step"), settings, tuple(others))
+        elif match := _PARAMETERS.fullmatch(key):
+            parameters[int(match[1])] = span
+    return weights, DcpOptimizer(states, states.pop("step"), settings, tuple(others), numbered, parameters)
+
+
+def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], where: Path) -> DcpOptimizer:
+    """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
+    fit; else as it is."""
+    if not found.numbered or any(kinds.keys() != {"step", *found.moments} for kinds in found.numbered.values()):
+        return found
+    shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
+    specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+    groups = [{"params": torch_zip.load(span.read(), span)} for _, span in sorted(found.parameters.items())]
+    with damage("groups of parameters that PyTorch does not save", where):
+        try:
+            named = parameters_by_number(groups, shapes, specs, where)
+        except CheckpointError:
+            return found
+        states = {
+            kind: {name: index.tensors[found.numbered[number][kind]] for number, (name,) in named.items()}
+            for kind in ("step", *found.moments)
+        }
+    taken = {key for kinds in found.numbered.values() for key in kinds.values()}
+    others = tuple(key for key in found.others if key not in taken)
+    return DcpOptimizer(states, states.pop("step"), found.settings, others)

@@ -12,6 +12,7 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.model_shape import UntabledModel
@@ -125,6 +126,14 @@ def _common_wrapper(reader: Reader) -> str | None:
     return next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in reader.specs)), None)
 
 
+def _saved_by_numpy(reader: Reader) -> str | None:
+    """The first file, if its metadata says so. transformers, whose own say `pt`, does not read such files either."""
+    if reader.container != "safetensors" or not reader.files:
+        return None
+    file = reader.files[0]
+    return file.name if read_described(file)[1].get("format") == "np" else None
+
+
 def _is_dcp(reader: Reader) -> bool:
     return reader.container == "dcp"
 
@@ -151,6 +160,12 @@ TENSORS = (
         "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
         '"OUT")`; for others give the language model that it was trained from.',
         lambda reader: _first(reader.specs, _HEAD.fullmatch) if _of_a_family(reader) else None,
+    ),
+    Foreign(
+        "weights in PaddlePaddle's form, in which linears are transposed",
+        "`format: np` in the metadata of `*.safetensors`",
+        "Save it in PyTorch's form: in PaddleFormers `model.save_pretrained(OUT, save_to_hf=True)`.",
+        _saved_by_numpy,
     ),
     Foreign(
         "a model with PEFT's adapters in it",

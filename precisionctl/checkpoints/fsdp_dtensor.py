@@ -3,16 +3,27 @@ are `fsdp_dtensor`, the checkpoints of Megatron-FSDP.
 
 In those nothing is stacked, gate and up are separate (`linear_fc1.weight_w`, `weight_v`), experts are numbered, every
 name begins with `model.module.`, and there is no FP8 state (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
+Weights in FP32 are the masters. An optimizer's settings are there for each parameter, as
+`optimizer.param_to_group_meta.<parameter>.<setting>` (read off `sharded_param_state_fsdp_dtensor` in megatron-core
+0.16.1, optimizer/distrib_optimizer.py).
 """
 
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+import torch
+
+from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
 from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import CheckpointError, damage, shown
+from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
 
@@ -21,13 +32,68 @@ def _is_complete(directory: Path) -> bool:
     return (directory / dcp.FILE).is_file() and not (directory / MARKER).exists()
 
 
+_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(.+)\.(\w+)")
+_STEP = re.compile(r"optimizer\.(?:state|param_to_group_meta)\.(.+)\.step")
+
+
+class FsdpDtensorReader(TorchDistReader):
+    """A checkpoint of Megatron-FSDP with Megatron's names. Raises as TorchDistReader."""
+
+    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
+        super().__init__(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
+        first = f"{STATE}exp_avg."
+        trained = [name.removeprefix(first) for name in self.optimizer_specs if name.startswith(first)]
+        self._masters: Mapping[str, TensorSpec] = {
+            f"{MASTER}{name}": self.specs[name]
+            for name in trained
+            if name in self.specs and self.specs[name].dtype == torch.float32
+        }
+        self._steps = {name: match[1] for name in self.optimizer_specs if (match := _STEP.fullmatch(name))}
+        states = {name: spec for name, spec in self.optimizer_specs.items() if name not in self._steps}
+        self.optimizer_specs = {**self._masters, **states}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return super().chunks(name.removeprefix(MASTER) if name in self._masters else name)
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """Also the optimizer's settings and count, as Megatron's other containers have them. Raises CheckpointError
+        where parameters had other numbers of updates."""
+        groups: dict[str, dict[str, torch_zip.Span]] = {}
+        for key, span in self._index.objects.items():
+            if match := _SETTING.fullmatch(key):
+                groups.setdefault(_kind(match[1]), {}).setdefault(match[2], span)
+        if not groups:
+            return super().common
+        settings = [{key: torch_zip.load(span.read(), span) for key, span in one.items()} for one in groups.values()]
+        apart = {"param_groups": list({repr(one): one for one in settings}.values())}
+        counts = set[int]()
+        for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
+            span = self._index.tensors[name].pieces[0].span
+            with damage(f"`{name}` is no number", span):
+                counts.add(int(torch_zip.load(span.read(), span)))
+        if len(counts) > 1:
+            what = f"its parameters had other numbers of updates: {shown(sorted(counts))}"
+            do = "--drop-optimizer leaves the optimizer behind."
+            raise CheckpointError(what, where=self.path, do=do)
+        step = {"state": {"common_step": counts.pop()}} if counts else {}
+        return {**super().common, "optimizer": {"optimizer": apart | step}}
+
+
+def _kind(parameter: str) -> str:
+    """What groups go by: norms, experts and so on. Parameters that differ in numbers alone are in one group."""
+    return re.sub(r"\d+", "#", parameter)
+
+
 def recognise(path: Path) -> bool:
     """Whether `path` is such a directory, or one of its entries is an iteration, or accelerate's model."""
     inside = (path, path / ACCELERATE, *path.glob("iter_*"))
     return path.is_dir() and any(_is_complete(directory) for directory in inside)
 
 
-def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> TorchDistReader | DcpModelReader:
+def open_reader(
+    path: Path, iteration: int | None = None, hints: Hints = NO_HINTS
+) -> FsdpDtensorReader | DcpModelReader:
     """Open an iteration of Megatron's, or the newest of a directory; or a model with Hugging Face's names. Raises as
     their Readers do."""
     directory = directory_of(path) if iteration is None else None
@@ -40,7 +106,7 @@ def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINT
                 return DcpModelReader(path, directory, index, hints)
             check_link(apart, path)
             return DcpModelReader(path, directory, index, hints, dcp.read_index(apart))
-    return TorchDistReader(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
+    return FsdpDtensorReader(path, iteration, hints)
 
 
 CONTAINER = Container(

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, PrecisionctlError, UnknownFormat
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
 _REMOTE = re.compile(r"[a-z][a-z0-9+]*://.+")
-_OURS = "precisionctl/"
+_OURS = re.compile(r"precisionctl/\w[\w.-]*")
 """Our own folder in a checkpoint: its FP8 state."""
 _PICKLES = ("pytorch_model", "adapter_model")
 
@@ -60,17 +61,24 @@ class HubName:
         Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; EnvironmentProblem
         if the Hub cannot be reached, DiskProblem for a full disk.
         """
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub import HfApi, errors, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-        if not progress:
-            disable_progress_bars()
+        HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
+
+        class Silent(tqdm):
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                super().__init__(*arguments, **named | {"disable": True})  # type: ignore[no-untyped-call]
+
         try:
             try:
                 info = HfApi().model_info(self.repo, revision=self.revision)
                 patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
-                return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns))
+                bar = tqdm if progress else Silent
+                return Path(
+                    snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
+                )
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
@@ -137,4 +145,4 @@ def needed(names: Sequence[str], where: object) -> list[str]:
         raise CheckpointError(f"no weights in safetensors or .bin, but {kinds or 'nothing'}", where=where, do=do)
     kinds_of = {name: kind_of(name) for name in top}
     beside = [name for name, kind in kinds_of.items() if name.endswith(".json") or (kind and kind.fate == "travels")]
-    return [*weights, *beside, *(name for name in names if name.startswith(_OURS))]
+    return [*weights, *beside, *(name for name in names if _OURS.fullmatch(name))]

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.huggingface_files import (
 )
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
+from precisionctl.checkpoints.transposed_codes import transposed_codes
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -52,7 +53,7 @@ class HuggingFaceReader:
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Codes of four
     bits have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
-    Nor are those of a KV cache, which belong to no weight.
+    Nor are those of a KV cache, which belong to no weight. Codes that are `transposed` (GPTQ, AWQ) are values here.
     """
 
     layout: Layout = "hf"
@@ -72,7 +73,8 @@ class HuggingFaceReader:
             )
         places = unpacked(stored_places(path, self._spelling))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
-        coded = coded_weights(self.config, stored, path / "config.json")
+        self.transposed = transposed_codes(self.config, StoredTensors(places), path / "config.json")
+        coded = {} if self.transposed else coded_weights(self.config, stored, path / "config.json")
         for name, weight in coded.items():  # codes of four bits, under the name that the weight has
             file, tensor = places.pop(weight.codes)
             places[name] = file, replace(tensor, spec=weight.spec)
@@ -80,7 +82,11 @@ class HuggingFaceReader:
         self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
+        if self.transposed:
+            hidden |= self.transposed.read
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
+        if self.transposed:
+            self.specs |= self.transposed.specs
         self.model: ModelShape = read_model(self.config, path / "config.json", self.specs)
         if self.config.get("quantization_config"):
             _check_packed(self.specs, path)
@@ -165,6 +171,8 @@ class HuggingFaceReader:
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self._optimizer and name.startswith(STATE):
             return self._optimizer.chunks(name)
+        if self.transposed and name in self.transposed.specs:
+            return self.transposed.chunks(name)
         return self.stored.chunks(name)
 
 

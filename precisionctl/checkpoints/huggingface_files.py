@@ -160,7 +160,7 @@ def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpoint("no `weight_map`", where=index)
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or os.path.basename(file) != file:
             raise DamagedCheckpoint(
                 f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
             )

@@ -42,6 +42,9 @@ _MODULES = (
 """The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but a
 router's `gate` is behind the experts in some."""
 
+TIED = "lm_head.weight"
+"""The output layer, which some save beside the embeddings that it is tied to."""
+
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
@@ -106,21 +109,27 @@ def parameters_by_number(
     experts. Of the orders that classes have that one is taken whose `shapes` fit. Raises CheckpointError where none
     does."""
     trained = [name for name in specs if not name.endswith(_BUFFER)]
+    untied = [name for name in trained if name != TIED]
+    candidates = [(stacked_experts(names), first) for names in (trained, untied) for first in (False, True)]
+    candidates += [({name: (name,) for name in trained}, False)]  # experts one by one, as transformers 4 has them
     refused: CheckpointError | None = None
-    for held in (stacked_experts(trained), {name: (name,) for name in trained}):
-        for experts_first in (False, True):
-            order = parameter_order(held, where, experts_first=experts_first)
-            try:
-                named = names_by_number(groups, order, where)
-            except CheckpointError as error:
-                refused = refused or error
-                continue
-            found = {number: held[named[number]] for number in shapes}
-            other = [number for number, shape in shapes.items() if not _holds(shape, [specs[n] for n in found[number]])]
-            if not other:
-                return found
-            what = f"the optimizer's state of `{named[other[0]]}` is not of its shape"
-            refused = CheckpointError(what, where=where, do=DROP)
+    for held, experts_first in candidates:
+        order = parameter_order(held, where, experts_first=experts_first)
+        try:
+            named = names_by_number(groups, order, where)
+        except CheckpointError as error:
+            refused = refused or error
+            continue
+        if unnamed := shapes.keys() - named.keys():
+            what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
+            refused = refused or CheckpointError(what, where=where, do=DROP)
+            continue
+        found = {number: held[named[number]] for number in shapes}
+        other = [number for number, shape in shapes.items() if not _holds(shape, [specs[n] for n in found[number]])]
+        if not other:
+            return found
+        what = f"the optimizer's state of `{named[other[0]]}` is not of its shape"
+        refused = CheckpointError(what, where=where, do=DROP)
     assert refused
     raise refused
 

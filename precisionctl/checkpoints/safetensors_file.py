@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.param import TensorSpec
+from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.untrusted.safe_files import check_fetched
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -45,7 +45,7 @@ LONGEST_NAME = 4096
 """Letters of a tensor's name, which patterns are matched with. Models' have up to 200."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file: its shape and dtype, and the byte where it starts."""
 
@@ -107,9 +107,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _natural(digits: str) -> int:
-    if digits.startswith("-") or int(digits) >= _LARGEST_NUMBER:
+    number = int(digits)
+    if digits[0] == "-" or number >= _LARGEST_NUMBER:
         raise ValueError(f"{digits} as a size or offset")
-    return int(digits)
+    return number
 
 
 def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
@@ -120,7 +121,7 @@ def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
         if type(numbers) is not list or len(numbers) > 64 or not all(type(number) is int for number in numbers):
             raise ValueError(f"{shown(numbers)} as sizes or offsets")
     begin, end = span
-    spec = TensorSpec(tuple(shape), DTYPES[entry["dtype"]])
+    spec = shared_spec(tuple(shape), DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
     return StoredTensor(spec, base + begin)

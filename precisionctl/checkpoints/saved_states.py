@@ -9,6 +9,7 @@ from typing import Any
 from precisionctl.checkpoints.base import Chunk, Hints
 from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
+from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
 from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
@@ -34,6 +35,12 @@ class SavedStates:
     groups: Sequence[Mapping[str, Any]] = ()
     unread: str = ""
     left: tuple[str, ...] = ()
+
+
+def first_names(located: Mapping[str, LocatedTensor]) -> dict[str, str]:
+    """For each tensor of a file the first on the same bytes: itself, or the one that it is tied to."""
+    firsts = dict[int, str]()
+    return {name: firsts.setdefault(one.offset, name) for name, one in located.items()}
 
 
 class SavedStatesReader(TrainerDirectory):
@@ -85,7 +92,8 @@ class SavedStatesReader(TrainerDirectory):
 
     @property
     def iteration(self) -> int | None:
-        return self._saved.iteration
+        """The step that the checkpoint names, else Adam's count; None for weights alone."""
+        return self._saved.updates if self._saved.iteration is None else self._saved.iteration
 
     @property
     def files(self) -> Sequence[Path]:

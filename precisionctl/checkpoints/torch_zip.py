@@ -22,7 +22,7 @@ from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
 from precisionctl.untrusted.safe_files import check_fetched
-from precisionctl.untrusted.safe_pickle import finite, itself, sizes
+from precisionctl.untrusted.safe_pickle import finite, itself, parts, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def skeleton(path: Path) -> Any:
     """The object that is saved at `path`, with a LocatedTensor in place of each tensor, whose bytes are not read, or a
     RankShard of one.
 
-    A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, and
-    UnsafePickle as `load`.
+    A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, or
+    whose tensors are many times what is stored, and UnsafePickle as `load`.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"PK\3\4":
@@ -87,11 +87,15 @@ def skeleton(path: Path) -> Any:
 
 def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MiB."""
-    length = math.prod(tensor.shape) * tensor.dtype.itemsize
+    length = _nbytes(tensor)
     if length > _MAX_READ:
         raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
     return elements(data, tensor.dtype).reshape(tensor.shape)
+
+
+def _nbytes(tensor: LocatedTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
@@ -117,7 +121,13 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
             return _Storage(dtype, *start(key))
 
         pickled = archive.read(stored(archive, f"{root}/data.pkl"))
-        return finite(safe_pickle.loads(pickled, allowed, span, storage))
+        found = finite(safe_pickle.loads(pickled, allowed, span, storage))
+        tensors = (one.local if isinstance(one, dtensors.RankShard) else one for one in parts(found))
+        described = sum(_nbytes(one) for one in tensors if isinstance(one, LocatedTensor))
+        if described > _MOST_TIMES * span.length:
+            what = f"tensors of {described} bytes that share the bytes of a file of {span.length}"
+            raise DamagedCheckpoint(what, where=span, do="No trainer saves that: do not trust it.")
+        return found
 
 
 class Inert:
@@ -233,6 +243,9 @@ _SKELETON = _Objects(_OBJECTS | {**dtensors.STAND_INS, ("torch._utils", "_rebuil
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 
 
+_MOST_TIMES = 32
+"""How many times its own size the tensors of a file may have together. Tied embeddings are there twice, blocks that all
+layers share once for each layer."""
 _MAX_OBJECT = 1 << 30
 """Most bytes of an object that is read at once."""
 _MAX_READ = 64 << 20

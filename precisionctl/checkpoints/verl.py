@@ -25,8 +25,8 @@ from typing import Any
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
 from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
-from precisionctl.checkpoints.numbered_optimizer import DROP, names_by_number
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader
+from precisionctl.checkpoints.numbered_optimizer import DROP, TIED, names_by_number
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -36,8 +36,6 @@ from precisionctl.untrusted.safe_files import has_file
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
-_TIED = "lm_head.weight"
-"""With FSDP 1 it is there beside embeddings that it is tied to, with bytes of its own."""
 _WHAT = "not what verl writes"
 
 RankParts = Sequence[tuple[Path, Any]]
@@ -82,28 +80,33 @@ def _read(directory: Path) -> SavedStates:
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     weights = {name: _joined([(path, state[name]) for path, state in copy], name) for name in first}
     optimizers = _rank_files(directory, "optim")
-    step = _STEP.fullmatch(directory.absolute().parent.name)
-    files, iteration = [*models, *optimizers], int(step[1]) if step else None
     if len(optimizers) not in (0, len(models)):
         what = f"the optimizer of {len(optimizers)} ranks, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
-    saved = SavedStates(weights, files, iteration, left=("the scheduler's counts",))
-    if not optimizers:
-        return saved
-    contents = [(path, skeleton(path)) for path in optimizers[: len(copy)]]
+    step = _STEP.fullmatch(directory.absolute().parent.name)
+    files, left = [*models, *optimizers], ("the scheduler's counts",)
+    saved = SavedStates(weights, files, int(step[1]) if step else None, left=left)
+    parameters = {name: weights[name].spec for name in _parameters(first)}
+    return _with_optimizer(saved, optimizers[: len(copy)], parameters) if optimizers else saved
+
+
+def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mapping[str, TensorSpec]) -> SavedStates:
+    """With what the ranks of one copy have of AdamW's state, or what else it is in words."""
+    contents = [(path, skeleton(path)) for path in files]
     if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
         return replace(saved, unread="it is not under numbers, as torch.optim's is")
     groups = [dict(group) for group in contents[0][1]["param_groups"]]
-    states_of = [(path, one["state"]) for path, one in contents]
-    kinds = dict.fromkeys(kind for _, one in states_of for state in one.values() for kind in state)
+    states = [(path, one["state"]) for path, one in contents]
+    kinds = dict.fromkeys(kind for _, one in states for state in one.values() for kind in state)
     if others := [kind for kind in kinds if kind not in ("step", *MOMENTS)]:
         return replace(saved, unread=f"{shown(others)}, which AdamW has not")
-    updates = {number(state["step"], path) for path, one in states_of for state in one.values()}
-    if len(updates) != 1:
+    updates = {number(state["step"], path) for path, one in states for state in one.values()}
+    if not updates:
+        return saved  # it has made none
+    if len(updates) > 1:
         return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
-    specs = {name: weights[name].spec for name in _parameters(first)}
     try:
-        moments = {kind: _moments(states_of, kind, groups, specs) for kind in MOMENTS}
+        moments = {kind: _moments(states, kind, groups, parameters) for kind in MOMENTS}
     except DamagedCheckpoint:
         raise
     except CheckpointError as error:  # of another order
@@ -152,12 +155,9 @@ def _parameters(state: Mapping[str, Any]) -> list[str]:
     """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
     DTensors a buffer."""
     kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
-    seen = dict[int, str]()
-    for name, one in state.items():
-        local = one.local if isinstance(one, RankShard) else one
-        if isinstance(one, kind) and isinstance(local, LocatedTensor):
-            seen.setdefault(local.offset, name)
-    return list(seen.values())
+    local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
+    located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}
+    return list(dict.fromkeys(first_names(located).values()))
 
 
 def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:
@@ -194,7 +194,8 @@ def _moments(
         return [(path, state[number][kind]) for path, state in states if number in state]
 
     numbers = [number for group in groups for number in group["params"]]
-    for names in (list(parameters), [name for name in parameters if not name.endswith(_TIED)]):
+    # FSDP 1 saves an output layer that is tied with bytes of its own
+    for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
             named = names_by_number(groups, names, states[0][0])
             trained = {named[number]: found for number in numbers if (found := parts(number))}

@@ -1,6 +1,7 @@
 """Commands that run a model: resume, calibrate and demo."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,10 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
     from precisionctl.trainer.data.corpus import make_corpus
     from precisionctl.trainer.data.formats.find import files_of
 
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
     with console.bytes_progress("tokenizing", total) as on_text:
-        made = make_corpus(data, out, tokenizer, workers or len(os.sched_getaffinity(0)), on_text)
+        made = make_corpus(data, out, tokenizer, workers or cores, on_text)
     console.show_lines(report.corpus(made, out))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
@@ -213,6 +215,9 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
 def demo(out: Path) -> None:
     """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
     from precisionctl import console
+    from precisionctl.errors import require_package
+
+    require_package("transformers", "train", "the demo")
     from precisionctl.demo import report, story
 
     def say(line: str) -> None:

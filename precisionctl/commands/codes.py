@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.families import table_of
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
@@ -77,7 +79,7 @@ def for_engine(request: Request, source: Source) -> Result:
         partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
-        kept=partial(engine.kept, _config_of(model), form.method.name, tied=isinstance(model, UntabledModel)),
+        kept=partial(engine.kept, _config_of(reader, model), form.method.name, tied=isinstance(model, UntabledModel)),
     )
     if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
         raise PrecisionError(
@@ -112,11 +114,13 @@ def for_engine(request: Request, source: Source) -> Result:
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
 
 
-def _config_of(model: ModelShape) -> Mapping[str, Any]:
-    """What of a model's config.json says which class it is of."""
+def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
+    """What of a model's config.json says which class it is of; of a wrapper, its towers' too."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
         return config
+    if model.wrapper:
+        return parse_json(reader.companions.files["config.json"], reader.path or "config.json")
     return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 

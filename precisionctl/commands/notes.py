@@ -96,7 +96,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if isinstance(reader, SavedStatesReader) and reader.unread:
+    if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
         yield f"What is not read of the optimizer stays behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
@@ -255,6 +255,8 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
         yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
+    if isinstance(reader, HuggingFaceReader) and (transposed := reader.transposed):
+        yield f"{len(transposed.specs)} weights were {transposed.words}. There is no way back to those codes."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:

@@ -125,19 +125,29 @@ def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
     return {chunk.place for name in names for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
 
 
+def files_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, int]]:
+    """The files that each of `count` ranks writes, and the bytes of tensors in each: files that follow each other, with
+    about as many bytes as every other rank's."""
+    sizes: dict[Path, int] = {}
+    for name in plan.targets:
+        for chunk in writer.chunks(name):
+            assert isinstance(chunk.place, Path), "a live model has one rank"
+            itemsize = writer.specs[name].dtype.itemsize
+            sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.elements * itemsize
+    files = sorted(sizes)
+    shares = [
+        {files[number]: sizes[files[number]] for number in share}
+        for share in deal([sizes[file] for file in files], count)
+    ]
+    return shares + [{} for _ in range(count - len(shares))]
+
+
 class _Share:
-    """A rank's part of a target: whole files that follow each other, with about as many bytes as every other rank's."""
+    """A rank's part of a target."""
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
-        sizes: dict[Path, int] = {}
-        for name in plan.targets:
-            for chunk in writer.chunks(name):
-                assert isinstance(chunk.place, Path), "a live model has one rank"
-                itemsize = writer.specs[name].dtype.itemsize
-                sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.elements * itemsize
-        files, shares = sorted(sizes), deal([sizes[file] for file in sorted(sizes)], ranks.count)
-        self._mine = {files[number] for number in shares[ranks.rank]} if ranks.rank < len(shares) else set()
+        self._mine = files_of_ranks(plan, writer, ranks.count)[ranks.rank]
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [chunk for chunk in self._writer.chunks(name) if chunk.place in self._mine]

@@ -16,14 +16,18 @@ from precisionctl.conversion.buffers import BUFFER, worker_memory
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
 
+PLANNED = 1600
+"""Bytes that a plan takes for each tensor that is read or written, at most: in DeepSeek-V3 and Kimi-K2, BF16 or FP8,
+900 to 1,600 (benchmarks/planning.py)."""
+
 PROBE = 256 << 20
 """Bytes copied to measure the disk; fewer if the source is smaller."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`memory` is the bytes that the workers allocate, without the program itself; `seconds` the time it will take,
-    None if the source has no file to measure the disk with."""
+    """`memory` is the bytes that the plan takes and the workers allocate, without the program itself; `seconds` the
+    time that it will take, None if the source has no file to measure the disk with."""
 
     memory: int
     seconds: float | None
@@ -32,7 +36,7 @@ class Estimate:
 def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
     """Estimate memory from the plan, and time from a short measurement of copying from the source to the destination's
     disk, and of encoding."""
-    memory = workers * worker_memory(plan)
+    memory = PLANNED * (len(reader.specs) + len(plan.targets)) + workers * worker_memory(plan)
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
         return Estimate(memory, None)

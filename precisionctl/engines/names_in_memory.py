@@ -9,7 +9,7 @@ model tells; so they are tried behind the first words of a name, and give names 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, require_package
 
 _DEEPEST = 3
 """Words in front of which a part's names begin: `model.vision_tower.`."""
@@ -79,21 +79,26 @@ def _of_root(config: Mapping[str, Any]) -> list[Any]:
 
 def _of_body(config: Mapping[str, Any]) -> list[str]:
     """What the table of a body is found by: its class, else its model type."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         return []
-    body = MODEL_MAPPING_NAMES.get(model_type, model_type)
+    body = _of_transformers()[0].get(model_type, model_type)
     return [body if isinstance(body, str) else body[0], model_type]
 
 
 def _table(identifiers: Iterable[str]) -> list[Any]:
     """The renamings that transformers has for the first of these that it has any for."""
-    from transformers import conversion_mapping
-
-    table_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
+    table_of = _of_transformers()[1]
     return next((found for each in identifiers if (found := table_of(each))), [])
+
+
+def _of_transformers() -> tuple[Mapping[str, Any], Any]:
+    """Its classes of bodies by model type, and its function from a class or type to renamings."""
+    require_package("transformers", "train", "an export for transformers")
+    from transformers import conversion_mapping
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return MODEL_MAPPING_NAMES, conversion_mapping.get_checkpoint_conversion_mapping
 
 
 def _parts(config: Mapping[str, Any], depth: int = 2) -> Iterator[Mapping[str, Any]]:

@@ -270,7 +270,9 @@ def in_scheme(
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
             + (f": the engine takes none of {len(refused)} for their shapes" if refused else ""),
-            do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
+            do="Another scheme of `export-inference` (--scheme) has other blocks; --include takes more linears."
+            if refused
+            else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
     if form.scheme == "static":

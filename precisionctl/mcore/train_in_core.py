@@ -111,6 +111,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "train.graphs": recipe.train.graphs,
         "optimizer.preset = fp8-lm": recipe.optimizer.preset != "adamw",
         "parallel.replicate": recipe.parallel.replicate != 1,
+        "parallel.gather": recipe.parallel.gather != "per-pass",
         "precision.keep_bf16": fp8 and bool(precision.keep_bf16),
         "precision.block.use_f32_scales": fp8 and precision.block.use_f32_scales,
         "layers in BF16 under delayed scaling": fp8 and precision.keeps_state and any(in_bf16),

@@ -76,6 +76,10 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
     if parallel.kind == "replicated":
         return
     sizes = [shape[1]] if parallel.kind == "columns" else parallel.rows_of_parts(shape[0])
+    if row.layers == "mamba" and model.mamba:
+        sizes.append(model.mamba.num_groups)
+    if row.layers == "gdn" and model.gdn:
+        sizes.append(model.gdn.num_key_heads)
     if any(size % ranks for size in sizes):
         raise ShapeMismatch(
             f"`{row.megatron.replace('{layer}', '*')}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts",

@@ -16,7 +16,7 @@ from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.errors import MissingTensor, at
 from precisionctl.model_shape import ModelShape, UntabledModel
-from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
+from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
@@ -105,7 +105,7 @@ def make_plan(
                 kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
                 parallel = job.row.cut(model) if target == "megatron" else REPLICATED
                 for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
-                    targets[name] = TensorSpec(shape, kept, parallel)
+                    targets[name] = shared_spec(shape, kept, parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
@@ -196,7 +196,7 @@ def _targets(
         made = _stored_dtype(job, model, specs, source, target)
     parallel = job.row.cut(model) if target == "megatron" else REPLICATED
     return {
-        name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
+        name: shared_spec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
         for number, name in enumerate(job.writes)
     }
 

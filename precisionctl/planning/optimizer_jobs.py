@@ -62,7 +62,8 @@ def optimizer_jobs(
         parameter, (kind, *_) = next(iter(kinds.items()))
         what = f"`{STATE}{kind}.{parameter}`" if kind in KINDS else f"`{parameter}`"
         raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
-    check_names(missing, [], "Was a part of the model frozen? --drop-optimizer leaves the optimizer behind.")
+    frozen = "Was a part of the model frozen, or trained by another optimizer than Adam?"
+    check_names(missing, [], f"{frozen} --drop-optimizer leaves the optimizer behind.")
 
 
 def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:

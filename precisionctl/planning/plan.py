@@ -50,7 +50,7 @@ class Encode:
         return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.input_scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """The work for one row of a family's table at one place (layer, expert): which tensors it reads and writes.
 

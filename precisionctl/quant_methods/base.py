@@ -153,7 +153,7 @@ def together(parts: Iterable[Quantization]) -> Quantization:
     return Quantization(tuple(formats), static.pop() if len(static) == 1 else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scales:
     """The tensors that hold a quantised weight's scale_inv and its input's (`input` is None where that is dynamic),
     and how many rows and columns of the weight share a scale. The others, and what they mean, are those of its
@@ -280,7 +280,7 @@ _SLICE = re.compile(r"(.+)(\[\d+\])")
 def sibling(weight: str, kind: str) -> str:
     """The name of a scale beside a weight: `<module>.weight_scale` of `<module>.weight`, and of experts that are
     stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`, and of its `_blocks[3]`."""
-    if match := _SLICE.fullmatch(weight):
+    if weight.endswith("]") and (match := _SLICE.fullmatch(weight)):
         return f"{match[1].removesuffix('_blocks')}_{kind.removeprefix('weight_')}{match[2]}"
     return f"{weight.removesuffix('.weight')}.{kind}"
 
@@ -290,9 +290,10 @@ def quant_methods() -> dict[str, QuantMethod]:
     return discover_names(precisionctl.quant_methods, "QUANT_METHOD", QuantMethod, lambda method: [method.name])
 
 
+AS_VALUES = ("gptq", "awq")
+"""Methods whose codes are read as values alone (`checkpoints/transposed_codes.py`)."""
+
 _OTHERWISE = {
-    "gptq": "4-bit integers packed along inputs, which groups may take in another order",
-    "awq": "4-bit integers in an order of their own, under scales that norms before them have taken up",
     "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
 }
 """What methods that others know store, in words."""
@@ -309,6 +310,9 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     if not isinstance(quantization, Mapping):
         raise DamagedCheckpoint("`quantization_config` is not an object", where=where)
     methods, name = quant_methods(), quantization.get("quant_method")
+    if name in AS_VALUES:
+        what = f"codes of {name} are read as values alone"
+        raise PrecisionError(what, where=where, do="`convert --to hf` makes a directory in BF16 of them.")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)
         why = _OTHERWISE.get(name, "") if isinstance(name, str) else ""
@@ -320,7 +324,7 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     return methods[name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CodedWeight:
     """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, and where
     the rest of the encoding is."""
@@ -397,7 +401,8 @@ def _coded(
             f"{list(spec.shape)}; the config says: {kinds}",
             where=where,
         )
-    there = {kind for kind in _BESIDE if possible[fitting[0]].packing and sibling(weight, kind) in specs}
+    beside = _BESIDE if possible[fitting[0]].packing else ()
+    there = {kind for kind in beside if sibling(weight, kind) in specs}
     form = min(fitting, key=lambda each: len(there ^ set(filter(None, each.beside))))
     if strange := sorted(there.difference(form.beside)):
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {_in_words(form)}"

@@ -114,6 +114,13 @@ class Readiness:
         """The number of modules with statistics, by role."""
         return _count(health.role for health in self.roles if health.measured)
 
+    @property
+    def passes(self) -> int | None:
+        """The number of recorded passes (or steps) that the verdicts on activations and gradients rest on: the fewest
+        of any module; None if nothing was recorded."""
+        histories = (health.history for health in self.roles if health.role in IN_USE and health.role != "weight")
+        return min((history.rows for history in histories if history), default=None)
+
 
 def judge(
     gemms: Sequence[str],

@@ -37,6 +37,10 @@ differences between batches are smaller."""
 TREND_ROWS = Threshold(8, "8 rows", "ours")
 """Recorded rows that a history needs for a trend: below this, a quarter of the history is a single batch."""
 
+PASSES = Threshold(64, "64 passes", "ours")
+"""Recorded passes below which a verdict on activations and gradients is said to rest on little: `calibrate`'s default;
+amaxes of activations settle within a few dozen."""
+
 STALE = Threshold(STALE_FACTOR, "2 times", "ours")
 """The factor by which a recorded weight amax may differ from the weights' own; beyond it, `convert` recomputes it."""
 
@@ -55,6 +59,7 @@ ALL = {
     "kurtosis": KURTOSIS,
     "growth": GROWTH,
     "trend_rows": TREND_ROWS,
+    "passes": PASSES,
     "stale": STALE,
     "noise": NOISE,
     "zeros": ZEROS,

@@ -181,6 +181,8 @@ class ParallelSettings:
     """Sequence parallelism: tensor-parallel ranks also divide the tokens between GEMMs."""
     expert: int = 1
     """Expert-parallel ranks, which divide each layer's experts."""
+    gather: Literal["per-pass", "per-update"] = "per-pass"
+    """How often layers are gathered and their gradients reduced; per update, all are held in between."""
     pipeline: int = 1
     """With `--engine megatron-core`: pipeline stages, which divide the layers."""
     virtual: int = 1

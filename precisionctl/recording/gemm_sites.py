@@ -122,7 +122,8 @@ def _of_megatron(model: nn.Module, precision: Precision) -> Sites:
     gemms, attention = [], {}
     for path, number in layers.items():
         prefix = f"decoder.layers.{getattr(modules[path], 'layer_number', number + 1) - 1}"
-        if hasattr(modules.get(f"{path}.mlp.experts"), "weight1"):  # GroupedMLP
+        of_experts = f"{prefix}.mlp.experts.linear_fc1"
+        if hasattr(modules.get(f"{path}.mlp.experts"), "weight1") and precision.in_fp8(of_experts):  # GroupedMLP
             raise _no_linears(f"{prefix}.mlp.experts")
         latent = f"{path}.self_attention.linear_kv_up_proj" in modules
         for inner, module in modules[path].named_modules():

@@ -7,8 +7,8 @@ the run that is recorded has no collective that is not its own, and nobody waits
 import re
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,7 +17,8 @@ from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
 
-_PART = re.compile(r"(\d+) of (\d+)\.safetensors(\.new)?")
+_LEFT = re.compile(r"\d+ of \d+\.safetensors|.+\.new")
+"""Files that a run may have left: parts, and what was being written."""
 _EXPERT = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -27,11 +28,12 @@ def begin(output: Output) -> None:
     output.check_free()
     output.check_links()
     rank, _ = _here()
-    if rank or not output.partial.exists():
-        return
-    if others := [path.name for path in output.partial.iterdir() if not _PART.fullmatch(path.name)]:
-        raise OutputError(f"{others[0]} is there, and no recorder left it", where=output.partial)
-    shutil.rmtree(output.partial)
+    for folder in () if rank else (output.partial, _merging(output)):
+        if not folder.exists():
+            continue
+        if others := [path.name for path in folder.iterdir() if not _LEFT.fullmatch(path.name)]:
+            raise OutputError(f"{others[0]} is there, and no recorder left it", where=folder)
+        shutil.rmtree(folder)
 
 
 def write_part(output: Output, states: Fp8States) -> None:
@@ -48,12 +50,18 @@ def write_part(output: Output, states: Fp8States) -> None:
         parts = [output.partial / f"{number} of {count}.safetensors" for number in range(count)]
         if not all(part.exists() for part in parts):
             return
-        mine = output.partial.with_name(f"{output.path.name}.merging")
-        with suppress(FileNotFoundError):  # another process finds all parts, too: the first to rename them merges
+        mine = _merging(output)
+        try:
             output.partial.rename(mine)
-            read = [sidecar.read(mine / part.name) for part in parts]
-            write_then_rename(output.path, lambda path: sidecar.write(path, merged(read)), beside=mine)
-            shutil.rmtree(mine)
+        except FileNotFoundError:  # another process found all parts, too, and merges them
+            return
+        read = [sidecar.read(mine / part.name) for part in parts]
+        write_then_rename(output.path, lambda path: sidecar.write(path, merged(read)), beside=mine)
+        shutil.rmtree(mine)
+
+
+def _merging(output: Output) -> Path:
+    return output.partial.with_name(f"{output.path.name}.merging")
 
 
 def merged(parts: Iterable[Fp8States]) -> Fp8States:

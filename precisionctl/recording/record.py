@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from precisionctl.commands.request import StrPath
 from precisionctl.recording.run_recorder import RunRecorder
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @contextmanager
 def record(
-    model: nn.Module, out: Path, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 1
+    model: nn.Module, out: StrPath, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 1
 ) -> Iterator[RunRecorder]:
     """Record the FP8 state of a model's passes inside the `with`, and write at its end the file that `calibrate` writes
     (docs/recorder.md). Nothing is written if an error leaves it.
@@ -39,7 +39,7 @@ def record(
 
 
 def recorder_callback(
-    out: Path, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 8
+    out: StrPath, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 8
 ) -> "TrainerCallback":
     """The same for transformers' Trainer: `Trainer(..., callbacks=[recorder_callback(OUT)])` records from the beginning
     of its training to the end; a run has passes enough to record only some. Arguments and errors are those of
@@ -62,7 +62,7 @@ def recorder_callback(
 
 def recorded_provider(
     provider: Callable[Arguments, Model],
-    out: Path,
+    out: StrPath,
     *,
     passes: int,
     recipe: str = "fp8-delayed",

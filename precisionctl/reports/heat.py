@@ -45,6 +45,11 @@ STYLE = """
 .legend { display: flex; flex-wrap: wrap; gap: .35rem .9rem; font-size: .8rem; color: var(--soft); margin: .5rem 0 }
 .legend i { display: inline-block; width: 1.1rem; height: .9rem; border-radius: 2px; vertical-align: -.1rem;
   margin-right: .35rem; border: 1px solid var(--line) }
+.heat td:focus { outline: 2px solid var(--ink) }
+.heat td:focus::after { content: attr(title); position: fixed; left: 0; right: 0; bottom: 0; z-index: 9;
+  padding: .7rem 1rem; background: var(--ink); color: var(--paper); font-size: .9rem; text-align: left;
+  white-space: normal }
+@media (max-width: 40rem) { main { padding: 1.2rem .8rem } .tabs > label { padding: .45rem .8rem } }
 @media print { .panel { display: block } .tabs > label { display: none } .heat { max-height: none } }
 """
 
@@ -122,7 +127,8 @@ def _cell(cell: Cell | None, first: bool) -> str:
     name = " first" if first else ""
     if cell is None:
         return f'<td class="{name.strip()}"></td>' if first else "<td></td>"
-    return f'<td class="{cell.step}{name}" title="{escaped(cell.title)}">{escaped(cell.text)}</td>'
+    title = escaped(cell.title)  # a finger cannot point: it focuses, and CSS shows the title
+    return f'<td class="{cell.step}{name}" tabindex="-1" title="{title}">{escaped(cell.text)}</td>'
 
 
 def tabs(name: str, panels: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
@@ -39,6 +40,8 @@ def describe(reader: Reader) -> Description:
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
+    if isinstance(reader, HuggingFaceReader) and reader.transposed:
+        stored = reader.transposed.words
     return {
         "path": str(reader.path),
         "container": reader.container,

@@ -21,6 +21,10 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-
 th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top }
 th { color: var(--soft); font-weight: 600 }
 .number { text-align: right; white-space: nowrap }
+@media (max-width: 40rem) {
+  th, td { padding: .35rem .45rem }
+  td:not(.number) { min-width: 8rem; overflow-wrap: anywhere }
+}
 pre, code { font: .85rem/1.5 ui-monospace, monospace; background: var(--code); border-radius: 4px }
 pre { padding: .7rem .9rem; overflow-x: auto }
 svg { width: 100%; height: auto }

@@ -5,11 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-
-from precisionctl.errors import printable
+from precisionctl.errors import EnvironmentProblem, printable
 from precisionctl.reports.curves import Curve
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise EnvironmentProblem(
+        f"a picture of curves needs matplotlib, which is not installed: {error}",
+        do="pip install 'precisionctl[plots]'",
+    ) from None
 
 COLOURS = ("#7c8798", "#2f6fdb", "#d9622b", "#2a9d6f", "#9b4dca", "#b8860b")
 """Told apart on white and on black, and by the colour-blind; repeated after the sixth run."""

@@ -1,6 +1,7 @@
 """The verdict on FP8: for a terminal, with the most important findings, and as JSON, with everything."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +13,7 @@ from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.patterns import split_name
-from precisionctl.readiness.thresholds import ALL
+from precisionctl.readiness.thresholds import ALL, PASSES
 from precisionctl.reports.table import Table
 
 SHOWN = 12
@@ -56,6 +57,7 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             for scaling, verdict in readiness.verdicts.items()
         },
         "four_bits": asdict(readiness.four_bits) if readiness.four_bits else None,
+        "passes": readiness.passes,
         "notes": list(readiness.notes),
         "modules": modules,
     }
@@ -172,7 +174,11 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
     ]
     for scheme, text in left_out_of_four_bits(readiness):
         lines += [f"# lose too much in {scheme}; FP8 holds them. For an export in {scheme}, in a recipe", text]
-    return lines + hints(readiness, checkpoint)
+    lines += [rests_on(readiness), *readiness.notes]
+    if run := to_measure(readiness, checkpoint):
+        roles = " and ".join(role for role in IN_USE if not readiness.measured.get(role))
+        lines += [f"Nothing has measured {roles}. To measure:", *run]
+    return lines
 
 
 def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
@@ -197,13 +203,23 @@ def left_out_of_four_bits(readiness: Readiness) -> list[tuple[str, str]]:
     ]
 
 
-def hints(readiness: Readiness, checkpoint: str) -> list[str]:
-    """Notes on the state as a whole, and what to run if something was never measured."""
-    roles = [role for role in IN_USE if not readiness.measured.get(role)]
-    if not roles or not readiness.can_calibrate:
-        return [*readiness.notes]
+def rests_on(readiness: Readiness) -> str:
+    """How much data the verdicts rest on."""
+    measured, passes = "Every element of every weight was measured", readiness.passes
+    if passes is None:
+        return f"{measured}; of activations and gradients nothing is known."
+    recorded = f"{measured}; activations and gradients were recorded in {passes} pass{'es' * (passes != 1)}"
+    if passes >= PASSES.value:
+        return f"{recorded}."
+    return f"{recorded}, which is little: a verdict on a run wants {PASSES.shown} or more over data like the run's."
+
+
+def to_measure(readiness: Readiness, checkpoint: str) -> list[str]:
+    """The commands that measure what was never measured, if something was not and `calibrate` can."""
+    if not readiness.can_calibrate or all(readiness.measured.get(role) for role in IN_USE):
+        return []
+    name = shlex.quote(checkpoint)
     return [
-        *readiness.notes,
-        f"Nothing has measured {' and '.join(roles)}: run `precisionctl calibrate {checkpoint} --data FILE "
-        "--out STATE`, then this again with --fp8-state STATE.",
+        f"precisionctl calibrate {name} --data FILE --out STATE",
+        f"precisionctl inspect {name} --fp8 --fp8-state STATE",
     ]

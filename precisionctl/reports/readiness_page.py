@@ -18,10 +18,11 @@ from precisionctl.reports.readiness import (
     REMEDIES,
     findings,
     four_bit_tables,
-    hints,
     keep_bf16,
     left_out_of_four_bits,
+    rests_on,
     share,
+    to_measure,
 )
 from precisionctl.reports.table import Table
 
@@ -32,8 +33,9 @@ _CARDS = """
 .good { --edge: #2f8f5b } .some { --edge: var(--w1) } .open { --edge: var(--soft) }
 main { max-width: 92rem }
 p { max-width: 62rem }
+pre { user-select: all; white-space: pre-wrap; overflow-wrap: anywhere }
 details { margin: .5rem 0 } summary { cursor: pointer }
-details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto }
+details pre { max-height: 14rem; overflow-y: auto }
 """
 
 
@@ -44,20 +46,21 @@ def write_page(path: Path, description: Description, readiness: Readiness) -> No
 
 def whole_page(description: Description, readiness: Readiness) -> str:
     """The page as HTML. `description` is the result of `reports.inspect.describe`."""
-    model = description["model"]
+    model, run = description["model"], to_measure(readiness, str(description["path"]))
     when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
     limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
         paragraph(
-            f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
-            "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
+            f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}."
         ),
         _cards(readiness),
+        paragraph(rests_on(readiness)),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
         *(_folded(f"For an export in {scheme}", text) for scheme, text in left_out_of_four_bits(readiness)),
-        *(paragraph(line) for line in hints(readiness, str(description["path"]))),
+        *map(paragraph, readiness.notes),
+        *([paragraph("To measure the rest:"), *(commands([line]) for line in run)] if run else []),
         heading("By layer and role"),
-        paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
+        paragraph("Point at a cell, or tap it, for its name and number. Of experts, each cell has the worst."),
         _maps(readiness),
         *map(html_table, four_bit_tables(readiness)),
         *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, require_package
 from precisionctl.tokens.limits import Limits, to_load, to_tokenize
 from precisionctl.tokens.process import Ended, Process
 from precisionctl.tokens.wire import IDS, Packet
@@ -74,12 +74,13 @@ class TokenizedSample(NamedTuple):
 class Tokenizer:
     """transformers' tokenizer of some files, in a process that is started when it is first needed.
 
-    All methods but `close` raise DataError: for files that make no tokenizer, for one that takes too much time or
-    memory, and for text that it refuses.
+    Raises EnvironmentProblem without transformers. All methods but `close` raise DataError: for files that make no
+    tokenizer, for one that takes too much time or memory, and for text that it refuses.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, one_core: bool = False) -> None:
         """With `one_core` the process uses no more, for several of them beside one another."""
+        require_package("transformers", "train", "text")
         self._files = {name: files[name] for name in sorted(files) if any(fnmatchcase(name, each) for each in _FILES)}
         self._process: Process | None = None
         self._known: _Known | None = None

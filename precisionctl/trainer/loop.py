@@ -166,7 +166,6 @@ def update(run: Run) -> tuple[Tensor, int]:
     That is decided on the device, so that the host does not wait.
     """
     batches, targets = run.batches(run.position)
-    run.meter.count(batches)
     if run.guard:
         run.guard.before_gradients(run, batches, targets)
     total, *router = accumulate_gradients(run, batches, targets)
@@ -194,6 +193,7 @@ def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Te
         losses.begin_update()
     with run.model.backend.same_weights() if run.casts_once(len(batches)) else nullcontext():
         for number, batch in enumerate(batches, start=1):
+            run.world.begin_pass(run.model, last=number == len(batches))
             with run.meter.last_pass() if number == len(batches) else nullcontext():
                 total += backward(run.model, batch, targets)
             run.optimizer.collect()

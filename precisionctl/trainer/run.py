@@ -11,6 +11,7 @@ import torch
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch, Blend, Feed, Rows
+from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import RunOptimizer, learning_rate
@@ -50,10 +51,12 @@ class Run:
 
     def batches(self, position: int) -> tuple[list[Batch], int]:
         """This rank's micro-batches of the update whose rows begin at `position`, and the number of targets that all
-        ranks together have in that update."""
+        ranks together have in that update. The meter is told of their FLOPs, too."""
         batches = self.feed.batches(position)
-        mine = torch.tensor(sum(batch.targets for batch in batches))
-        return batches, int(self.world.sum_over_data_ranks(mine))
+        flops = training_flops(self.model.model, [length for batch in batches for length in batch.lengths])
+        mine = torch.tensor([sum(batch.targets for batch in batches), flops], dtype=torch.float64)
+        targets, self.meter.flops = self.world.sum_over_data_ranks(mine).tolist()
+        return batches, int(targets)
 
     def upcoming(self) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of the next and all later updates, each with its update's number of targets."""

@@ -13,6 +13,7 @@ import pico
 import pytest
 import torch
 import trained_models
+import verl_files
 from fp8_directories import make
 from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
@@ -27,6 +28,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
+from precisionctl.checkpoints.verl import VerlReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -214,11 +216,7 @@ def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
     directory = deepspeed_files.save(tmp_path, made, stage, 2, frozen=frozen, shared={"d.weight": "a.weight"})
 
     def read() -> None:
-        reader = DeepSpeedReader(tmp_path)
-        source: Any = WithOptimizer(reader)
-        for name in source.specs:
-            read_tensor(source, name)
-        _ = reader.iteration, reader.trainer_run
+        read_all(DeepSpeedReader(tmp_path))
 
     with deepspeed_files.classes():
         for kind in ("model", "optim"):
@@ -227,6 +225,30 @@ def test_what_deepspeeds_ranks_saved(tmp_path: Path, stage: int) -> None:
             saved.pop("ds_config", None)
             check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), read)  # type: ignore[misc]
             torch.save(saved, path)
+
+
+def test_what_deepspeed_saved_without_zero(tmp_path: Path) -> None:
+    saved = deepspeed_files.without_zero(deepspeed_files.states_of({"a.weight": torch.ones(5, 3)}))
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    check(saved, IN_PICKLES, lambda value: torch.save(value, path), lambda: read_all(DeepSpeedReader(tmp_path)))
+
+
+@pytest.mark.parametrize("units", [(), pytest.param((("a.weight", "b.weight"),), marks=pytest.mark.soak)])
+def test_what_verls_ranks_saved(tmp_path: Path, units: Any) -> None:
+    made = deepspeed_files.states_of({"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)})
+    directory = verl_files.save(tmp_path / "actor", made["fp32"], made, 2, units=units)
+    for kind in ("model", "optim"):
+        path = directory / f"{kind}_world_size_2_rank_1.pt"
+        saved = torch.load(path, weights_only=False)
+        check(saved, IN_PICKLES, lambda v, path=path: torch.save(v, path), lambda: read_all(VerlReader(directory)))  # type: ignore[misc]
+        torch.save(saved, path)
+
+
+def read_all(reader: Any) -> None:
+    source: Any = WithOptimizer(reader)
+    for name in source.specs:
+        read_tensor(source, name)
+    _ = reader.iteration, reader.trainer_run
 
 
 def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Transformer Engine.
 """
 
 import builtins
+import contextlib
 import sys
 import types
 import warnings
@@ -68,7 +69,9 @@ def without_cuda() -> None:
 def with_names_of_transformer_engine() -> None:
     """Give Bridge layers of megatron-core whose norms are where Transformer Engine fuses them."""
     from megatron.bridge.models import gpt_provider
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
@@ -91,6 +94,7 @@ def with_names_of_transformer_engine() -> None:
 
     def layer_spec(config: Any) -> Any:
         settings = {"qk_layernorm": config.qk_layernorm, "normalization": config.normalization}
+        settings["num_experts"], config.moe_grouped_gemm = config.num_moe_experts, False
         return renamed(gpt_layer_specs.get_gpt_layer_local_spec(**settings))
 
     blocks = gpt_layer_specs.get_gpt_decoder_block_spec
@@ -101,9 +105,105 @@ def with_names_of_transformer_engine() -> None:
         block.layer_specs = [renamed(layer) for layer in block.layer_specs]
         return block
 
+    class Norm(torch.nn.Module):  # megatron-core's own cannot be one whose weight is the factor less one
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((hidden_size,), torch.nan, dtype=config.params_dtype))
+
+    class FusedNorms(LocalSpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return TELayerNormColumnParallelLinear
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+            return Norm
+
+    def backend_of(config: Any) -> FusedNorms:
+        config.moe_grouped_gemm = False
+        return FusedNorms()
+
+    def attention_spec(**settings: Any) -> Any:
+        layer = renamed(gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=settings["qk_layernorm"]))
+        parts = layer.submodules.self_attention.submodules
+        if settings["qk_layernorm"]:
+            parts.q_layernorm = parts.k_layernorm = Norm
+        return layer
+
+    gated_delta_net.HAVE_FLA = True  # nothing is computed
+    experimental_attention_variant_module_specs._get_backend_spec_provider = backend_of
+    gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = attention_spec
     moe_utils.te_general_gemm = None  # megatron-core 0.16 misses the name
     gpt_provider.transformer_engine_layer_spec = layer_spec
     gpt_layer_specs.get_gpt_decoder_block_spec = block_spec
+
+
+def with_mixers() -> None:
+    """Give Bridge a hybrid stack of megatron-core's modules, under the names that Transformer Engine's have."""
+    from megatron.bridge.models.mamba import mamba_provider
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.ssm import mamba_block, mamba_mixer
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+    from transformers import AutoConfig, PretrainedConfig
+
+    class NemotronHConfig(PretrainedConfig):
+        model_type = "nemotron_h"
+        auto_map = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}
+
+    class Norm(torch.nn.Module):
+        def __init__(self, size: int, *_: Any, dtype: torch.dtype, **__: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((size,), torch.nan, dtype=dtype))
+
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+            return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 0}, sharded_offsets)
+
+    def stack_spec(config: Any) -> Any:
+        config.moe_grouped_gemm = False
+        dense, sparse = (
+            gpt_layer_specs.get_gpt_layer_local_spec(num_experts=number, normalization="RMSNorm")
+            for number in (None, config.num_moe_experts)
+        )
+        first = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=False).submodules
+        fused = first.self_attention.submodules.linear_qkv
+        dense.submodules.mlp.submodules.linear_fc1 = fused
+        attention = type(dense.submodules)(self_attention=first.self_attention, self_attn_bda=get_bias_dropout_add)
+        mlp = type(dense.submodules)(mlp=dense.submodules.mlp, mlp_bda=get_bias_dropout_add)
+        experts = type(dense.submodules)(
+            pre_mlp_layernorm=sparse.submodules.pre_mlp_layernorm,
+            mlp=sparse.submodules.mlp,
+            mlp_bda=get_bias_dropout_add,
+        )
+        mixer = ModuleSpec(
+            mamba_mixer.MambaMixer, submodules=mamba_mixer.MambaMixerSubmodules(fused, RowParallelLinear)
+        )
+        layers = mamba_block.MambaStackSubmodules(
+            mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer)),
+            attention_layer=ModuleSpec(dense.module, submodules=attention),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+            moe_layer=ModuleSpec(dense.module, submodules=experts),
+        )
+        return ModuleSpec(mamba_block.MambaStack, submodules=layers)
+
+    AutoConfig.register("nemotron_h", NemotronHConfig)  # which is of a later transformers
+    mamba_mixer.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=contextlib.nullcontext)
+    mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, Norm
+    mamba_block.TENorm = lambda config, hidden_size, eps: Norm(hidden_size, dtype=config.params_dtype)
+    finalize = mamba_provider.MambaModelProvider.finalize
+
+    def finalize_without_kernels(provider: Any) -> None:
+        provider.apply_rope_fusion, provider.mamba_stack_spec = False, stack_spec
+        provider.attention_backend = AttnBackend.auto
+        finalize(provider)
+
+    mamba_provider.MambaModelProvider.finalize = finalize_without_kernels
 
 
 def group_experts(model: torch.nn.Module) -> None:
@@ -130,6 +230,7 @@ def main(folder: Path, names: list[str]) -> None:
     from safetensors.torch import save_file
 
     with_names_of_transformer_engine()
+    with_mixers()
     for name in names:
         bridge = AutoBridge.from_hf_pretrained(folder / f"{name}-hf")
         with temporary_distributed_context(backend="gloo"):

@@ -21,6 +21,7 @@ import atheris
 import deepspeed_files
 import safetensors
 import torch
+import verl_files
 
 sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
@@ -32,8 +33,10 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
     from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
     from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
+    from precisionctl.checkpoints.saved_states import SavedStatesReader
     from precisionctl.checkpoints.torch_zip import Span
     from precisionctl.checkpoints.trainer_run import TrainerRun
+    from precisionctl.checkpoints.verl import VerlReader
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
@@ -141,26 +144,19 @@ def index_seeds() -> Iterator[bytes]:
     yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()) if path.stat().st_size < 700)
 
 
-class DeepSpeedStates:
-    """A directory of DeepSpeed's with one rank: the pickle of its model states, or of the optimizer's, changes. The
-    first byte says which, and of which ZeRO the rest is."""
+class RankFiles:
+    """Directories of files by rank, of one rank each: the pickle of one file changes, and the first byte says of which
+    file the rest is."""
 
-    def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
-        self.saved: dict[Path, bytes] = {}
-        for stage in (1, 3):
-            directory = deepspeed_files.save(self.root / str(stage), self.states(), stage, 1)
-            self.saved |= {path: path.read_bytes() for path in sorted(directory.glob("*_states.pt"))}
-
-    @staticmethod
-    def states() -> dict[str, dict[str, torch.Tensor]]:
-        return deepspeed_files.states_of({"a": torch.ones(5, 3), "b": torch.ones(7)})
+    def __init__(self, save: Callable[[Path], list[Path]], read: Callable[[Path], SavedStatesReader]) -> None:
+        self.saved = {path: path.read_bytes() for path in save(Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm")))}
+        self.read = read
 
     def __call__(self, data: bytes) -> None:
         path = [*self.saved][data[0] % len(self.saved)] if data else [*self.saved][0]
         try:
             path.write_bytes(with_pickle(self.saved[path], data[1:]))
-            reader = DeepSpeedReader(path.parent)
+            reader = self.read(path.parent)
             source = WithOptimizer(reader)
             for name in source.specs:
                 read_tensor(source, name)
@@ -169,8 +165,36 @@ class DeepSpeedStates:
             path.write_bytes(self.saved[path])
 
 
-def deepspeed_seeds() -> Iterator[bytes]:
-    for number, saved in enumerate(DeepSpeedStates().saved.values()):
+def little_states() -> dict[str, dict[str, torch.Tensor]]:
+    return deepspeed_files.states_of({"a": torch.ones(5, 3), "b": torch.ones(7)})
+
+
+def deepspeed_states() -> RankFiles:
+    def save(root: Path) -> list[Path]:
+        directories = [deepspeed_files.save(root / str(stage), little_states(), stage, 1) for stage in (1, 3)]
+        without = root / "0" / "mp_rank_00_model_states.pt"
+        without.parent.mkdir()
+        torch.save(deepspeed_files.without_zero(little_states()), without)
+        return [without, *(path for one in directories for path in sorted(one.glob("*_states.pt")))]
+
+    return RankFiles(save, DeepSpeedReader)
+
+
+def verl_ranks() -> RankFiles:
+    def save(root: Path) -> list[Path]:
+        states = little_states()
+        sets = [verl_files.save(root / str(at), states["fp32"], states, 1, units=one) for at, one in enumerate(UNITS)]
+        return [path for one in sets for path in sorted(one.glob("[mo]*.pt"))]
+
+    return RankFiles(save, VerlReader)
+
+
+UNITS = ((), (("a", "b"),))
+"""Of FSDP 2, and of FSDP 1 without layers."""
+
+
+def rank_file_seeds(files: Callable[[], RankFiles]) -> Iterator[bytes]:
+    for number, saved in enumerate(files().saved.values()):
         with zipfile.ZipFile(io.BytesIO(saved)) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             yield bytes([number]) + archive.read(pickled)
@@ -311,7 +335,8 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Ite
     "metadata": (Index, index_seeds),
     "safetensors": (Safetensors, safetensors_seeds),
     "adapter": (AdapterConfig, adapter_seeds),
-    "deepspeed": (DeepSpeedStates, deepspeed_seeds),
+    "deepspeed": (deepspeed_states, lambda: rank_file_seeds(deepspeed_states)),
+    "verl": (verl_ranks, lambda: rank_file_seeds(verl_ranks)),
     "dcp": (DcpModel, dcp_seeds),
     "numbered": (Numbered, numbered_seeds),
 }

@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor
+from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
@@ -123,6 +124,30 @@ def dealt_frozen(first: ModelStates, paths: Sequence[Path], where: Path) -> dict
             raise DamagedCheckpoint(f"pieces of frozen `{name}` of two dtypes", where=where)
         found[name] = FlatTensor(TensorSpec(shape, dtypes.pop()), Dealt(parts, 0, each))
     return found
+
+
+_COMPARED = 64
+"""Elements, or one row."""
+
+
+def held_against_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
+    """How many masters the model has weights of, and the names of those that do not begin with what these are rounded
+    from. Raises DamagedCheckpoint for weights of another shape."""
+    names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
+    weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
+    flat, differing = FlatTensors(masters), []
+    for name in names:
+        spec = flat.specs[name]
+        rows = min(spec.rows, max(1, _COMPARED // spec.columns))
+        if weights.specs[name].shape != spec.shape:
+            raise DamagedCheckpoint(
+                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
+            )
+        weight = read_rows(weights, name, 0, rows)
+        rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
+        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
+            differing.append(name)
+    return len(names), differing
 
 
 def is_flat(value: object) -> TypeGuard[LocatedTensor]:

@@ -14,6 +14,7 @@ from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
     dealt_frozen,
+    held_against_module,
     plain_groups,
     rank_files,
     read_states,
@@ -23,7 +24,7 @@ from precisionctl.checkpoints.flat import FlatTensor
 from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.checkpoints.trainer_run import number
-from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
@@ -50,8 +51,10 @@ def read_universal(directory: Path) -> SavedStates:
     moments: dict[str, dict[str, FlatTensor]] = {kind: {} for kind in MOMENTS}
     files = models
     trained: list[Path] = []
+    frozen = dict[str, FlatTensor]()
     for folder in folders:
         if folder.name in weights:  # whatever no optimizer has is there again in FP32
+            frozen[folder.name] = _tensor(folder / f"{FP32}.pt", directory, weights[folder.name].spec.shape)
             if has_file(folder / f"{MOMENTS[0]}.pt", directory):
                 what = "a parameter that the model's states say is frozen has moments"
                 raise DamagedCheckpoint(what, where=folder, do="Copy the checkpoint again.")
@@ -64,16 +67,25 @@ def read_universal(directory: Path) -> SavedStates:
             tensor = _tensor(path, directory, shapes.get(folder.name))
             (weights if kind == FP32 else moments[kind])[folder.name] = tensor
             files.append(path)
+    if states:
+        differing = held_against_module(frozen, states)[1]
+        compared, others = held_against_module({folder.name: weights[folder.name] for folder in trained}, states)
+        if differing or len(others) > compared // 2:
+            what = f"FP32 masters are not those of the weights, `{(differing or others)[0]}` for one"
+            raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
     if missing := [name for name in shapes if name not in weights]:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
     optimizer = _optimizer(directory)
     first, second = moments.values()
-    unread = ""
+    known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
+    extra = dict.fromkeys(one.name for folder in folders for one in folder.iterdir() if one.name not in known)
+    unread = f"{shown(sorted(extra))} of its parameters" if extra else ""
+    lost = ""
     if (first or second) and not len(trained) == len(first) == len(second):
-        unread = f"moments, which {len(trained) - len(first.keys() & second.keys())} parameters lack in part"
+        lost = f"moments, which {len(trained) - len(first.keys() & second.keys())} parameters lack in part"
     elif (updates := _updates(trained, optimizer, directory)) is None and first:
-        unread = "moments, as nothing says how many updates made them, or parameters differ in it"
-    kept = moments if first and not unread else {}
+        lost = "moments, as nothing says how many updates made them, or parameters differ in it"
+    kept = moments if first and not lost else {}
     return SavedStates(
         states.with_shared(weights) if states else weights,
         files,
@@ -81,7 +93,7 @@ def read_universal(directory: Path) -> SavedStates:
         kept,
         updates if kept else None,
         plain_groups(optimizer.get("param_groups")),
-        unread,
+        " and ".join(filter(None, (lost, unread))),
     )
 
 

@@ -11,31 +11,32 @@ and model states, which name parameters and their shapes in the order in which t
 - ZeRO 3: `zero_pp_rank_R_mp_rank_00_model_states.pt`, whose `module` is empty. Each parameter is dealt out to all ranks
   (ceil(elements / ranks) for each, padded), and a rank's pieces stand one after the other. Frozen ones are dealt out in
   the same way in `frozen_param_fragments`.
-- Without ZeRO: `mp_rank_00_model_states.pt` alone, with an optimizer whose parameters have numbers and no names.
+- Without ZeRO: `mp_rank_00_model_states.pt` alone, with an optimizer whose parameters have numbers.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.deepspeed.states import (
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
     dealt_frozen,
-    is_empty,
+    held_against_module,
     is_flat,
     plain_groups,
     rank_files,
     read_states,
     whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.numbered_optimizer import names_by_number
+from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -43,8 +44,6 @@ from precisionctl.param import TensorSpec
 
 _PARAM = "param"
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
-_COMPARED = 64
-"""Elements, or one row."""
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -209,30 +208,53 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
 def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
     """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
     would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
-    names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
-    weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
-    flat, differing = FlatTensors(masters), []
-    for name in names:
-        spec = flat.specs[name]
-        rows = min(spec.rows, max(1, _COMPARED // spec.columns))
-        if weights.specs[name].shape != spec.shape:
-            raise DamagedCheckpoint(
-                f"`{name}` is {list(weights.specs[name].shape)}, not {list(spec.shape)}", where=states.path
-            )
-        weight = read_rows(weights, name, 0, rows)
-        rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
-        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
-            differing.append(name)
-    if len(differing) > len(names) // 2:
+    compared, differing = held_against_module(masters, states)
+    if len(differing) > compared // 2:
         what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
         raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
 
 
 def _without_zero(states: ModelStates) -> SavedStates:
-    """Weights alone: without ZeRO the model is whole, in the dtype that it computes in."""
-    stored = states.stored(())
+    """Without ZeRO the model is whole, in the dtype that it computes in. The optimizer is torch's, or DeepSpeed's
+    around it with masters (`FP16_UnfusedOptimizer`, for BF16 too); its numbers are those of the parameters in the order
+    of the model."""
+    path, stored = states.path, states.stored(())
     if any(name not in stored for name in states.shapes):
         what = "its parameters are in the optimizer's files (*_optim_states.pt), which are missing"
-        raise DamagedCheckpoint(what, where=states.path, do="Copy the checkpoint again.")
-    unread = "its parameters have no names without ZeRO" if states.content.get("optimizer") else ""
-    return SavedStates(states.with_shared(stored), [states.path], states.global_steps, unread=unread)
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again.")
+    saved = SavedStates(states.with_shared(stored), [path], states.global_steps)
+    outer = states.content.get("optimizer")
+    if not outer:
+        return saved
+    with damage(WHAT, path):
+        inner = outer.get("optimizer_state_dict", outer)
+        if "fp32_groups_flat" in outer or not {"state", "param_groups"} <= inner.keys():
+            return replace(saved, unread="it is flat, without the names of its parameters")
+        if others := {kind for state in inner["state"].values() for kind in state} - {"step", *MOMENTS}:
+            return replace(saved, unread=f"{shown(sorted(others))}, which AdamW has not")
+        firsts = first_names({name: states.module[name] for name in stored})
+        buffers = {*states.shared, *states.content.get("buffer_names", ())}
+        names = [name for name in dict.fromkeys(firsts.values()) if name not in buffers]
+        groups = plain_groups(inner["param_groups"])
+        try:
+            named = names_by_number(groups, names, path)
+        except CheckpointError as error:
+            return replace(saved, unread=error.what)
+        found: dict[str, dict[str, FlatTensor]] = {kind: {} for kind in (_PARAM, *MOMENTS)}
+        for group, masters in zip(groups, outer.get("fp32_groups", ()), strict=False):
+            for index, master in zip(group["params"], masters, strict=True):
+                found[_PARAM][named[index]] = whole_tensor(path, master, named[index])
+        for index, state in inner["state"].items():
+            for kind in MOMENTS:
+                found[kind][named[index]] = whole_tensor(path, state[kind], named[index])
+        for kind, tensors in found.items():
+            for name, tensor in tensors.items():
+                if tensor.spec.shape != stored[name].spec.shape:
+                    raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
+        updates = {number(state["step"], path) for state in inner["state"].values()}
+    if len(updates) != 1:
+        return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
+    masters = found.pop(_PARAM)
+    _check_order(masters, states)
+    weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}
+    return replace(saved, weights=states.with_shared(weights), moments=found, updates=updates.pop(), groups=groups)

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, adam_settings
 from precisionctl.errors import CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.param import STATE, Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
@@ -106,7 +106,9 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
     optimizers = optimizer_settings(reader)
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
     left = [key for key in reader.common if key not in _WRITTEN and key not in common]
-    if optimizers:
+    if has_muon(reader) and len(optimizers) > 1:
+        common["optimizer"] = dict(enumerate(optimizers))  # Muon's, and Adam's of what is no matrix
+    elif optimizers:
         common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
     args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
     sizes = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
@@ -140,9 +142,18 @@ def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any
     return {"optimizer": inner, _SHARDING: RESHARDABLE}
 
 
+def has_muon(reader: MegatronReader) -> bool:
+    """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
+    return any(name.startswith(f"{STATE}momentum_buffer.") for name in reader.optimizer_specs)
+
+
 def trainer_run_of(reader: MegatronReader) -> TrainerRun:
-    """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count."""
+    """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or was trained
+    by Muon."""
     do = "--drop-optimizer leaves the optimizer behind."
+    if has_muon(reader):
+        what = "Muon's momentum (`momentum_buffer`), which goes from Megatron to Megatron alone"
+        raise CheckpointError(what, where=reader.path, do=do)
     with damage("an optimizer that is not Megatron's", reader.path, do):
         step, group = adam_of(reader)
         if step is None:

@@ -36,9 +36,13 @@ def demanded(names: Iterable[str]) -> list[str]:
     with these tensors.
 
     That is one for each Transformer Engine module with a weight, including norms (since Transformer Engine 1.13), and
-    for attention (up to Megatron 0.14). Megatron ignores those it does not expect.
+    for attention (up to Megatron 0.14); in a hybrid stack (MambaModel), one for the output layer too. Megatron ignores
+    those it does not expect.
     """
+    names = list(names)
     found: dict[str, None] = {}
+    if "decoder.final_norm.weight" in names:
+        found[f"output_layer{EXTRA_STATE}"] = None
     for name in names:
         match = _WEIGHT.fullmatch(name)
         if match and not match[1].endswith(_NONE):

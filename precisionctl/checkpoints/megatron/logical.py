@@ -110,8 +110,8 @@ def model_prefix(keys: Mapping[str, object]) -> str:
 
 
 _CHAINED = re.compile(r"chained_\d+\.")
-_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
-_FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|param)")
+_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|momentum_buffer|fp32_param|param)\.(.+)")
+_FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|momentum_buffer|param)")
 
 
 def of_optimizer(key: str) -> bool:

@@ -54,6 +54,8 @@ _RENAMED = {  # argument: field
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
+_OF_GPT = ("transformer_layer_spec", "rope_scaling", "rope_scaling_factor", "mtp_num_layers")
+"""Fields that the provider of hybrid models does not have."""
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """Llama 3's rope scaling in NeMo 2 and the first versions of Bridge (llama.py, Llama31Config), beside `scale_factor`.
 Megatron has these numbers as constants."""
@@ -63,21 +65,25 @@ _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
+_OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
+"""Layers with norms of queries and keys over all heads, beside experts."""
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, for
-    xIELU, or for mixers."""
-    return model.dsa is None and not model.xielu and model.mamba is None
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
+    return model.dsa is None and not model.xielu
 
 
-def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
-    """Write Bridge's `run_config.yaml` for the model of these arguments."""
+def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:
+    """Write Bridge's `run_config.yaml` for a model, of which these arguments say most."""
     saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
-    config = {"model": to_provider(args), "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
+    provider = to_provider(args)
+    if model.moe and model.qk_layernorm_over_heads and model.num_query_groups == model.num_attention_heads:
+        provider["transformer_layer_spec"] = _call(_OVER_HEADS)
+    config = {"model": provider, "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
     (directory / BRIDGE).write_text(yaml.safe_dump(config, sort_keys=True))
 
 
@@ -93,9 +99,13 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         fields["hetereogenous_dist_checkpoint"] = True
     elif args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
+    provider = "mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"
+    if args.get("is_hybrid_model"):
+        provider = "mamba.mamba_provider.MambaModelProvider"
+        fields = {name: value for name, value in fields.items() if name not in _OF_GPT} | {"is_hybrid_model": True}
     return {
         **fields,
-        "_target_": _PROVIDERS + ("mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"),
+        "_target_": _PROVIDERS + provider,
         "activation_func": _call(_activation(args)),
         "gated_linear_unit": bool(args.get("swiglu") or args.get("gated_linear_unit")),
         "bias_activation_fusion": bool(args.get("bias_gelu_fusion", False)),

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
@@ -129,7 +129,8 @@ def _boxes(
                 part, above = _part(spec, number)
                 room = piece_bytes or box.elements * spec.dtype.itemsize
                 for row, rows in in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room):
-                    offsets, sizes = _dimensions(spec, piece := replace(box, row=row, rows=rows))
+                    piece = Box(row, rows, box.column, box.columns)
+                    offsets, sizes = _dimensions(spec, piece)
                     if above:
                         offsets = (offsets[0] - above, *offsets[1:])
                     yield _Box(first + rank, name, key + part, piece, (*at, *offsets), (*(1 for _ in at), *sizes))

@@ -45,7 +45,7 @@ from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, r
 
 INNER = ("weights", VERL, f"model/{VERL}")
 """Subdirectories that hold the checkpoint: NeMo 2's `weights`, beside the `context` that describes it, and verl's, at
-the top or in its `actor/model`."""
+the top or in its `actor/model`, with the optimizer in `actor/optimizer`."""
 
 _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
@@ -99,6 +99,16 @@ class TorchDistReader(MegatronDirectory):
         self.path: Path = find_iteration(top, iteration, complete)
         self.container, self.hints = container, hints
         self._index = dcp.read_index(self.path)
+        beside = path / "optimizer" / VERL
+        self._optimizer_beside = beside if self.path == path / "model" / VERL and complete(beside) else None
+        if self._optimizer_beside:
+            check_link(beside, path)
+            of_run = dcp.read_index(beside)
+            if twice := self._index.tensors.keys() & of_run.tensors.keys():
+                raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
+            self._index = dcp.Index(
+                {**self._index.tensors, **of_run.tensors}, {**of_run.objects, **self._index.objects}
+            )
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
@@ -141,6 +151,9 @@ class TorchDistReader(MegatronDirectory):
         path = self.path / COMMON
         if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)
+            if self._optimizer_beside and isinstance(value, dict):
+                of_run = self._optimizer_beside / COMMON
+                value = {**torch_zip.load(read_file(of_run, self._optimizer_beside), of_run), **value}
         elif COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)
         else:  # each has a key of its own in PyTorch's checkpoints

@@ -83,7 +83,7 @@ class TorchDistWriter:
         dcp.write_index(self.directory, dcp.Index(stored, self._write_objects(payloads)))
         own_provider = any("post_layernorm" in name for name in self.specs)
         if describes(self.model) and not own_provider:
-            write_run_config(self.directory, self._args)
+            write_run_config(self.directory, self._args, self.model)
         args = self._args | (fp8_args(payloads) if payloads else {})
         ours = origin(payloads) if payloads else {}
         # Since 0.13 Megatron derives from these which keys to load

@@ -40,6 +40,8 @@ class ScalingBuffers:
 
     def update(self) -> None:
         """End a pass: all-reduce its amaxes, and compute the next scales (`numerics.update_delayed`)."""
+        if not self._taken:  # nothing is in FP8, on any rank
+            return
         row_0 = self.state.amax_history[:, 0]
         row_0.copy_(self._world.all_reduce_max(row_0))
         self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)

@@ -79,8 +79,8 @@ def make_corpus(
             made = _begin(partial, begun)
             if not (partial / IDX).exists():
                 made = _write(partial, made, _told(records(files), on_text), tokenizers)
-        if not made.signal:
-            _finish(partial, out, made)
+            if not made.signal:
+                _finish(partial, out, made)
         return made
     except OSError as error:
         do = "Make room and run the same command again, which continues."
@@ -94,6 +94,8 @@ def _begin(partial: Path, begun: Corpus) -> Corpus:
         if before.key == begun.key:
             if not (partial / IDX).exists():  # else all is written, and some of it may have its name already
                 for name, size in _sizes(before).items():
+                    if (partial / name).stat().st_size < size:
+                        raise OSError  # somebody has been here
                     os.truncate(partial / name, size)
             return replace(before, signal="")
     for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
@@ -151,6 +153,7 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
 def _finish(partial: Path, out: Path, made: Corpus) -> None:
     """Write the index, and give all files their names: the index last, as without it there is no data set."""
     if not made.tokens:
+        shutil.rmtree(partial)
         raise DataError("nothing to tokenize", where=out)
     if not (partial / IDX).exists():
         lengths = np.memmap(partial / _LENGTHS, "<i4", "r")

@@ -14,7 +14,8 @@ from precisionctl.model_shape import GatedDeltaNet, ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import indexer, mlp, projections
-from precisionctl.trainer.model.delta_rule import CHUNK
+from precisionctl.trainer.model import delta_rule
+from precisionctl.trainer.model.loss import CHUNK, CHUNK_ON_CPU
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
         weights=2 * mine if whole else 0,
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
-        passes=most + (0 if whole else _gathered(parameters, recipe.parallel)),
+        passes=most + (0 if whole else _gathered(parameters, recipe.parallel, several)),
         process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
     )
 
@@ -121,12 +122,16 @@ PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
 and of what the allocator cannot use."""
 
 
-def _gathered(parameters: Parameters, parallel: ParallelSettings) -> int:
+def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:
     """Bytes that FSDP2 has gathered at a time: the layer that computes and the next one in BF16, the gradients of one
-    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time."""
-    layer = max(parameters.layers(parallel))
-    outside = parameters.outside // parallel.tensor
-    return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
+    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time. If it
+    gathers once in an update, all layers in BF16, and of several passes the sums of their gradients in FP32."""
+    layers = parameters.layers(parallel)
+    layer, outside = max(layers), parameters.outside // parallel.tensor
+    reduced = 2 * layer + 4 * max(layer, outside)
+    if parallel.gather == "per-update":
+        return (2 + (4 if several else 0)) * (sum(layers) + outside) + reduced
+    return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
 def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
@@ -141,7 +146,8 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     if model.moe:
         widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
-    logits = LOGIT * model.padded_vocab_size * tokens // kept.tensor
+    numbers = model.padded_vocab_size * tokens // kept.tensor
+    logits = LOGIT * numbers + LOGIT_IN_FP32 * min(numbers, CHUNK_ON_CPU if backend == "emulated" else CHUNK)
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
@@ -150,8 +156,8 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     return round(sum(layers) + last + max(logits, working))
 
 
-LOGIT = 14
-"""Bytes for each logit: in BF16, in FP32, as FP32 log probability, and their gradients."""
+LOGIT, LOGIT_IN_FP32 = 2 + 2, 4 + 4
+"""Bytes for each logit, with its gradient; and for each of a chunk in FP32, with another number that is made of it."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,12 @@ def _delta_net(gdn: GatedDeltaNet, kept: _Kept) -> float:
     made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
     # all FP32: products of the tokens of a chunk with one another, of keys, queries and what is read by them, of values
     # and steps, and the state of each chunk
-    rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
+    rule = (
+        6 * 4 * delta_rule.CHUNK * heads
+        + 9 * 4 * keys
+        + 3 * 4 * gdn.value_size
+        + 4 * keys * gdn.value_head_dim // delta_rule.CHUNK
+    )
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.trainer.backends.base import fp8_linears
-from precisionctl.trainer.data import Batch
-from precisionctl.trainer.measure.flops import bf16_peak, training_flops
+from precisionctl.trainer.measure.flops import bf16_peak
 from precisionctl.trainer.model.gpt import GPT
 
 
@@ -70,17 +69,14 @@ class Meter:
         self._cuda = self._device.type == "cuda"
         self._peak = bf16_peak(torch.cuda.get_device_name(self._device)) if self._cuda else None
         self._health = Fp8Health(model)
-        self._lengths: list[int] = []
+        self.flops = 0.0
+        """Of the coming update, on all ranks."""
 
     def begin(self) -> None:
         """To be called before an update."""
-        self._lengths, self._health.fractions = [], None
+        self._health.fractions = None
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
-
-    def count(self, batches: Sequence[Batch]) -> None:
-        """Count the tokens of an update on this rank."""
-        self._lengths += [length for batch in batches for length in batch.lengths]
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
@@ -97,12 +93,10 @@ class Meter:
         return self._health.fractions
 
     def pending_cost(self) -> PendingStepCost:
-        """To be called after an update. All-reduces CPU tensors only, so that it does not wait for a device."""
-        flops = training_flops(self._model.model, self._lengths)
+        """To be called after an update. All-reduces a CPU tensor only, so that it does not wait for a device."""
         gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
-        done = self._world.sum_over_data_ranks(torch.tensor(float(flops), dtype=torch.float64))
         most = self._world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
-        return PendingStepCost(float(done) / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
+        return PendingStepCost(self.flops / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
 
 
 def host_bytes() -> int:

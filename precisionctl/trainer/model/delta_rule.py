@@ -1,9 +1,13 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3).
+"""The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3); or on a GPU, in BF16, by
+flash-linear-attention where that is installed.
 
 Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)` and learns by a step of size `b` to give
 the value `v` for the key `k`: `S' = exp(g) S`, then `S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps
 of a chunk depend on one another by a triangular system, which is solved at once.
 """
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,8 @@ _EPSILON = 1e-6
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` and `b` `[B, S, N]`, N a multiple of H; gives
     `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
+    if value.is_cuda and value.dtype == torch.bfloat16 and (kernel := _flash_kernel()):
+        return kernel(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0]
     length, wide = value.shape[1], torch.promote_types(value.dtype, torch.float32)
     served = value.shape[2] // key.shape[2]
     query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
@@ -42,6 +48,18 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         outputs.append(from_state[:, :, chunk] @ state + seen[:, :, chunk] @ steps)
         state = whole[:, :, chunk] * state + to_state[:, :, chunk].mT @ steps
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
+
+
+@cache
+def _flash_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The same function: of log decays, queries scaled by the root of their size, heads grouped alike, and lengths with
+    the same epsilon (0.6.0, ops/gated_delta_rule/chunk.py)."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    rule: Callable[..., tuple[Tensor, Tensor | None]] = chunk_gated_delta_rule
+    return rule
 
 
 def _of_length_1(heads: Tensor) -> Tensor:

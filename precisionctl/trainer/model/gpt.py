@@ -58,7 +58,7 @@ class GPT(nn.Module):
         check(model)
         self.model, self.precision, self.balance = model, precision, balance
         self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
-        if model.moe and balance.on:
+        if model.moe and any(model.moe.layer_freq) and balance.on:
             self.backend.router_losses = RouterLosses(model.moe, balance, world, self.backend.device)
         self._ropes = {
             kind: Rope(model, kind.in_window, self.backend.device) if kind.rope else None

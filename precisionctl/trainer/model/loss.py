@@ -1,10 +1,15 @@
 """Cross entropy of the next token, of whole logits or of a tensor rank's part of them."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, TensorRanks
+
+CHUNK, CHUNK_ON_CPU = 1 << 24, 1 << 18
+"""Most logits that are in FP32 at a time: on a CPU so many that they stay in a core's cache, twice as fast."""
 
 
 def loss(
@@ -17,24 +22,47 @@ def loss(
     anything, so they take no part in the softmax (as in transformers, whose vocabulary has no such rows). Of logits
     that tensor ranks have in parts all get the same sum.
     """
-    wanted = targets.masked_fill(~mask, -100).flatten()
-    if ranks.size > 1:
-        return _loss_of_parts(logits.flatten(0, 1).float(), wanted, vocab_size, ranks), mask.sum()
-    rows = logits[..., :vocab_size].flatten(0, 1).float()
-    return F.cross_entropy(rows, wanted, ignore_index=-100, reduction="sum"), mask.sum()
+    rows, wanted, ignored = logits.flatten(0, 1), targets.flatten(), ~mask.flatten()
+    total: Tensor = _SummedLoss.apply(rows, wanted, ignored, vocab_size, ranks)  # type: ignore[no-untyped-call]
+    return total, mask.sum()
 
 
-def _loss_of_parts(rows: Tensor, wanted: Tensor, vocab_size: int, ranks: TensorRanks) -> Tensor:
-    """Each rank has some columns of `[tokens, V]`; what all of them must know is summed (as in Megatron-LM's
-    vocab_parallel_cross_entropy)."""
-    columns = rows.shape[1]
-    first = ranks.rank * columns
-    beyond = torch.arange(first, first + columns, device=rows.device) >= vocab_size
-    rows = rows.masked_fill(beyond, -torch.inf)
-    rows = rows - ranks.all_reduce_max(rows.amax(-1, keepdim=True))
-    sums = ranks.reduce(rows.exp().sum(-1))
-    mine = wanted - first
-    others = (mine < 0) | (mine >= columns)
-    of_targets = rows.gather(1, mine.masked_fill(others, 0)[:, None]).squeeze(1).masked_fill(others, 0)
-    losses = sums.log() - ranks.reduce(of_targets)
-    return losses.masked_fill(wanted == -100, 0).sum()
+class _SummedLoss(torch.autograd.Function):
+    """Of rows `[tokens, V]`, of which each tensor rank has some columns; what all must know is reduced, as in
+    Megatron-LM's vocab_parallel_cross_entropy. Only a chunk of the logits is in FP32 at a time; all of them, and all of
+    their gradients, are in their own dtype alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, wanted: Tensor, ignored: Tensor, vocab_size: int, ranks: TensorRanks) -> Tensor:
+        first = ranks.rank * rows.shape[1]
+        ctx.real = min(max(vocab_size - first, 0), rows.shape[1])
+        others = (wanted < first) | (wanted >= first + ctx.real)  # that are no column of this rank's
+        mine = (wanted - first).masked_fill(others, 0)
+        here, of_targets = (torch.zeros(len(rows), device=rows.device) for _ in range(2))
+        for chunk in _chunks(rows):
+            part = rows[chunk, : ctx.real].float()
+            here[chunk] = part.logsumexp(-1)
+            if ctx.real:
+                of_targets[chunk] = part.gather(1, mine[chunk, None]).squeeze(1)
+        largest = ranks.all_reduce_max(here)
+        whole = largest + ranks.all_reduce_sum((here - largest).exp()).log() if ranks.size > 1 else here
+        ctx.save_for_backward(rows, mine, others, whole, ignored)
+        losses = whole - ranks.all_reduce_sum(of_targets.masked_fill(others, 0))
+        return losses.masked_fill(ignored, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, mine, others, whole, ignored = ctx.saved_tensors
+        made = torch.zeros_like(rows) if ctx.real < rows.shape[1] else torch.empty_like(rows)
+        weights = gradient.expand(len(rows)).masked_fill(ignored, 0)
+        for chunk in _chunks(rows):
+            part = rows[chunk, : ctx.real].to(torch.float32, copy=True).sub_(whole[chunk, None]).exp_()
+            if ctx.real:
+                part.scatter_add_(1, mine[chunk, None], others[chunk, None].float() - 1)
+            made[chunk, : ctx.real] = part.mul_(weights[chunk, None])
+        return made, None, None, None, None
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    size = max(1, (CHUNK_ON_CPU if rows.device.type == "cpu" else CHUNK) // rows.shape[1])
+    return (slice(start, start + size) for start in range(0, len(rows), size))

@@ -40,8 +40,9 @@ class World:
     `mesh` is `[replicate, shard, tensor]`: the model is sharded over `shard * tensor` ranks, and there are `replicate`
     such copies. Ranks along `tensor` have the same rows of data, all others their own. Without a mesh nothing is
     sharded; in one process all collectives do nothing. With `whole` FSDP2 does not shard, and the optimizer reduces
-    gradients itself. `expert_mesh`, under expert parallelism, is `[replicate, shard, expert, tensor]` of the same
-    ranks; those along its `shard` have the same experts.
+    gradients itself; with `gathers_once` it gathers parameters and reduces gradients once in an update. `expert_mesh`,
+    under expert parallelism, is `[replicate, shard, expert, tensor]` of the same ranks; those along its `shard` have
+    the same experts.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class World:
         *,
         sequence: bool = False,
         whole: bool = False,
+        gathers_once: bool = False,
     ) -> None:
         self.rank, self.count, self.first = ranks.rank, ranks.count, ranks.first
-        self._ranks, self._mesh, self._expert_mesh, self._whole = ranks, mesh, expert_mesh, whole
+        self._ranks, self._mesh, self._expert_mesh = ranks, mesh, expert_mesh
+        self._whole, self._gathers_once = whole, gathers_once
         self.tensor = NO_TENSOR_PARALLELISM if mesh is None else TensorRanks.of(mesh, sequence)
         self.experts = ExpertRanks() if expert_mesh is None else ExpertRanks.of(expert_mesh)
         self.data_rank, self.data_count = self.rank // self.tensor.size, self.count // self.tensor.size
@@ -87,15 +90,31 @@ class World:
         kept = {each for each in module.parameters() if not each.requires_grad and each.dtype == torch.float32}
         module.float()
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        sharded = fully_shard(module, mesh=mesh["replicate", "shard"], mp_policy=policy, ignored_params=kept)
+        sharded = fully_shard(
+            module,
+            mesh=mesh["replicate", "shard"],
+            reshard_after_forward=False if self._gathers_once else None,
+            mp_policy=policy,
+            ignored_params=kept,
+        )
         sharded.set_gradient_divide_factor(1.0)  # losses are divided by the targets of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
         return module
 
     def reshard(self, module: nn.Module) -> None:
         """Free the parameters that FSDP2 has gathered, after passes without a backward, which would free them."""
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+    def begin_pass(self, module: nn.Module, *, last: bool) -> None:
+        """Before a pass of an update. Gradients are summed over copies of a model after the last one only, and so, if
+        parameters are gathered once, is everything that the ranks of a copy exchange."""
         if isinstance(module, FSDPModule):
-            module.reshard()
+            module.set_requires_all_reduce(last)
+            if self._gathers_once:
+                module.set_requires_gradient_sync(last)
+                module.set_reshard_after_backward(last)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks of values of the same shape."""
@@ -188,7 +207,8 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
         return
     with process_group(ranks) as device:
         sizes, whole = recipe.parallel, not shards_parameters(ranks.count, recipe)
-        yield World(ranks, *_meshes(device, ranks.count, sizes), sequence=sizes.sequence, whole=whole)
+        once, meshes = sizes.gather == "per-update", _meshes(device, ranks.count, sizes)
+        yield World(ranks, *meshes, sequence=sizes.sequence, whole=whole, gathers_once=once)
 
 
 @contextmanager

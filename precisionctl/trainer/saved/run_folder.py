@@ -35,6 +35,7 @@ _KEYS_NOT_IN_IDENTITY = (
     "parallel.tensor",
     "parallel.sequence",
     "parallel.expert",
+    "parallel.gather",
     "parallel.pipeline",
     "parallel.virtual",
     "parallel.context",

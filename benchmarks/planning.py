@@ -1,0 +1,136 @@
+"""What plans of the largest open models take, and how ranks would share their files: sparse directories, as large as
+the models and without their numbers, of which no tensor is read.
+
+    python benchmarks/planning.py [--out benchmarks/results/planning.json]
+
+CPU seconds of `plan_command`, and the most memory above what importing the program takes, each in a fresh process,
+beside what `--dry-run` says. Of ranks: the files and bytes of each, and the most bytes over the mean.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parents[1] / "tests" / "published_configs.jsonl"
+
+MODELS = (
+    ("deepseek-ai/DeepSeek-V3", 16),
+    ("deepseek-ai/DeepSeek-V3", 31),
+    ("deepseek-ai/DeepSeek-V3", 61),
+    ("moonshotai/Kimi-K2-Instruct", 61),
+)
+"""Repository and number of layers."""
+
+RANKS = (8, 64, 256)
+
+
+def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -> int:
+    """A model with its config's names, shapes and dtypes: BF16, or as published, FP8 in blocks of 128 x 128. Returns
+    the number of tensors."""
+    import torch
+
+    from precisionctl.architectures.families import from_hf_config, table_of
+    from precisionctl.architectures.param_map import names
+    from precisionctl.checkpoints.base import Companions
+    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.fp8.encoding import grid_shape
+    from precisionctl.param import TensorSpec
+
+    published = [json.loads(line) for line in CONFIGS.read_text().splitlines()]
+    (config,) = (each["config"] for each in published if each["repository"] == repository)
+    config["num_hidden_layers"] = layers
+    quantization = config.pop("quantization_config")
+    model = from_hf_config(config)
+    specs = {}
+    for row in table_of(model).spelled({}, model):
+        if not row.present.in_layout("hf", model):
+            continue
+        shapes = row.shapes(model, "hf")
+        for place in row.places(model):
+            for name, shape in zip(names(row, "hf", place), shapes, strict=True):
+                coded = codes and row.gemm
+                specs[name] = TensorSpec(shape, torch.float8_e4m3fn if coded else torch.bfloat16)
+                if coded:
+                    specs[f"{name}_scale_inv"] = TensorSpec(grid_shape(*shape, (128, 128)), torch.float32)
+    directory.mkdir()
+    writer = HuggingFaceWriter(directory, specs, Companions(), config, quantization if codes else None)
+    writer.lay_out()
+    writer.finish(None)
+    return len(specs)
+
+
+def child(source: Path, target: str) -> dict[str, Any]:
+    """One plan in this process, and the shares of ranks by it."""
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.commands.request import Request
+    from precisionctl.conversion.convert import files_of_ranks
+    from precisionctl.conversion.estimate import PLANNED
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
+    before, start = memory_mb("VmRSS"), time.process_time()
+    command = plan_command(Request(source, source.with_name("none"), "hf" if target == "hf" else "megatron"))
+    seconds, memory = time.process_time() - start, memory_mb("VmHWM") - before
+    said = PLANNED * (len(command.reader.specs) + len(command.plan.targets)) / 1e6
+    shares = {}
+    for count in RANKS:
+        start = time.process_time()
+        files = files_of_ranks(command.plan, command.writer, count)
+        sizes = [sum(share.values()) for share in files]
+        shares[count] = {
+            "most_files": max(map(len, files)),
+            "mean_gb": statistics.mean(sizes) / 1e9,
+            "most_over_mean": max(sizes) / statistics.mean(sizes),
+            "cpu_s": time.process_time() - start,
+        }
+    return {"target": target, "cpu_s": seconds, "memory_mb": memory, "said_mb": said, "ranks": shares}
+
+
+def memory_mb(field: str) -> float:
+    """A line of Linux's account of this process: VmRSS is what it holds, VmHWM the most that it held."""
+    status = Path("/proc/self/status").read_text()
+    return float(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def measure(scratch: Path) -> list[dict[str, Any]]:
+    rows = []
+    for repository, layers in MODELS:
+        for codes in (False, True):
+            source = scratch / f"{repository.rpartition('/')[2]}-{layers}-{'fp8' if codes else 'bf16'}"
+            tensors = make_sparse(source, repository, layers, codes=codes)
+            for target in ("torch_dist", "hf"):
+                command = [sys.executable, __file__, "--child", str(source), target]
+                made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                rows.append({"model": source.name, "tensors": tensors, **json.loads(made)})
+                print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    shares = "  ".join(f"{count}: {share['most_over_mean']:.2f}" for count, share in row["ranks"].items())
+    return (
+        f"{row['model']:26} {row['tensors']:7,} tensors to {row['target']:10} {row['cpu_s']:5.2f} s of CPU "
+        f"{row['memory_mb']:4.0f} MB, said {row['said_mb']:4.0f} MB; most bytes of a rank over the mean, of {shares}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planning.json"))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(Path(options.child[0]), options.child[1])))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(Path(scratch))
+    options.out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""GPTQ's and AWQ's integers, read as values: codes of a weight's transpose, decoded as its rows are read.
+
+A module has `qweight`, `qzeros`, `scales` and, of GPTQ's, `g_idx`; its weight `[out, in]` is `(code - zero) * scale` in
+FP32, rounded once to BF16. int32 words hold the first code in their lowest bits. Sources: GPTQModel 7.7
+(nn_modules/qlinear/__init__.py, pack_original, dequantize_weight), AutoAWQ 0.2.9 (utils/packing_utils.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.fp8 import nibbles
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import AS_VALUES, FLOATS
+
+_ROOM = 4 << 20
+"""Bytes of codes that are kept of a weight, so that what reads rows does not read each column's few bytes by itself."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word of AWQ each of eight outputs is."""
+
+_FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What is stored of a weight `[out, in]`. `group` is how many inputs share a scale; `order` names the tensor that
+    says which group each input is in."""
+
+    name: str
+    out: int
+    inputs: int
+    groups: int
+    bits: int
+    group: int
+    order: str | None
+
+    @property
+    def in_word(self) -> int:
+        return 32 // self.bits
+
+    def tensor(self, kind: str) -> str:
+        return f"{self.name}.{kind}"
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Rows of a weight from `first` on: codes as bytes `[n, in * bits / 8]`, scales and zero points, FP32 `[n,
+    groups]`. `order` is the group of each input, None where groups of equal size follow one another."""
+
+    weight: str
+    first: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    order: Tensor | None
+
+
+def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> "TransposedCodes | None":
+    """Those of the tensors `stored` in a directory with this config.json; None where it names another method."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return TransposedCodes(stored, quantization, where) if quantization and method in AS_VALUES else None
+
+
+class TransposedCodes:
+    """The weights of a directory whose codes are those of the transpose, by name, as BF16 values that are computed.
+
+    Raises PrecisionError for a config or a width that is not read, DamagedCheckpoint for tensors that contradict one
+    another.
+    """
+
+    def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
+        self._stored, self._where = stored, where
+        self._method = quantization["quant_method"]
+        self._awq = self._method == "awq"
+        self._one_less = not self._awq and _format_of(quantization, where) == "gptq"
+        if self._awq:
+            _check_awq(quantization, where)
+        group_size = quantization.get("group_size")
+        if type(group_size) is not int or group_size < -1 or group_size == 0:
+            raise PrecisionError(f"{shown(group_size)} as the size of a group", where=where, do=_FROM_THE_RELEASE)
+        found = [name.removesuffix(".qweight") for name in stored.specs if name.endswith(".qweight")]
+        self._modules = {f"{name}.weight": self._module(name, group_size) for name in found}
+        self.specs = {
+            name: TensorSpec((module.out, module.inputs), torch.bfloat16) for name, module in self._modules.items()
+        }
+        kinds = ("qweight", "qzeros", "scales", "g_idx")
+        self.read = {module.tensor(kind) for module in self._modules.values() for kind in kinds}
+        """The names of what is read of them."""
+        self._last: _Slab | None = None
+
+    @property
+    def words(self) -> str:
+        """What they are, and are read as."""
+        bits = sorted({module.bits for module in self._modules.values()})
+        return f"{' and '.join(f'{each}-bit' for each in bits)} integers of {self._method}, read as bfloat16"
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), _Rows(self, name))]
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` of a weight, BF16."""
+        module, made = self._modules[name], []
+        step = max(1, _ROOM * 8 // (module.inputs * module.bits)) // 32 * 32 or 32  # whole words of zero points
+        for first in range(row // step * step, row + rows, step):
+            if self._last is None or (self._last.weight, self._last.first) != (name, first):
+                self._last = self._slab(name, module, first, min(step, module.out - first))
+            here = slice(max(row - first, 0), row + rows - first)
+            made.append(_decoded(module, self._last, here))
+        return torch.cat(made)
+
+    def _slab(self, name: str, module: _Module, first: int, rows: int) -> _Slab:
+        columns = slice(first, first + rows)
+        scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
+        zeros = self._zeros(module, columns).t().float().contiguous()
+        if not bool((scales.isfinite() & (scales >= 0)).all()):
+            what = f"{module.tensor('scales')} holds a scale that is negative, infinite or NaN"
+            raise DamagedCheckpoint(what, where=self._where)
+        return _Slab(name, first, self._codes(module, columns), scales, zeros, self._order(module))
+
+    def _order(self, module: _Module) -> Tensor | None:
+        usual = torch.arange(module.inputs) // module.group
+        order = usual if module.order is None else read_tensor(self._stored, module.order).long()
+        if not bool(((order >= 0) & (order < module.groups)).all()):
+            raise DamagedCheckpoint(f"{module.order} names groups that are none of {module.groups}", where=self._where)
+        return None if module.inputs == module.group * module.groups and torch.equal(order, usual) else order
+
+    def _codes(self, module: _Module, columns: slice) -> Tensor:
+        """Bytes of codes of outputs, each in the order of inputs."""
+        if not self._awq:
+            words = self._columns(module, "qweight", columns, 1)
+            return words.t().contiguous().view(torch.uint8)
+        by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
+        return nibbles.pack(by_input.t().contiguous())
+
+    def _zeros(self, module: _Module, columns: slice) -> Tensor:
+        """Zero points `[groups, n]`, of the codes' range."""
+        words = self._columns(module, "qzeros", columns, module.in_word)
+        if self._awq:
+            return _in_awq_order(words)
+        stored = words.view(torch.uint8) if module.bits == 8 else nibbles.unpack(words.view(torch.uint8))
+        zeros = stored[:, : columns.stop - columns.start].int()
+        if self._one_less and bool((zeros == (1 << module.bits) - 1).any()):
+            what = f"{module.tensor('qzeros')} holds {(1 << module.bits) - 1}, for which readers take 0 or one more"
+            raise PrecisionError(
+                what, where=self._where, do="Save it as gptq_v2, which stores zero points as they are."
+            )
+        return zeros + 1 if self._one_less else zeros
+
+    def _columns(self, module: _Module, kind: str, columns: slice, in_word: int) -> Tensor:
+        """Columns of a stored matrix, of which each word has so many."""
+        name = module.tensor(kind)
+        first, stop = columns.start // in_word, -(-columns.stop // in_word)
+        return read_box(self._stored, name, Box(0, self._stored.specs[name].rows, first, stop - first))
+
+    def _module(self, name: str, group_size: int) -> _Module:
+        specs = self._stored.specs
+        there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
+        for kind, spec in there.items():
+            if spec is None:
+                raise DamagedCheckpoint(
+                    f"no {name}.{kind} for its codes", where=self._where, do="Is every shard there?"
+                )
+            if (
+                len(spec.shape) != 2
+                or not all(spec.shape)
+                or spec.dtype not in (FLOATS if kind == "scales" else (torch.int32,))
+            ):
+                what = f"{name}.{kind} is {spec.stored_dtype} of shape {list(spec.shape)}"
+                raise DamagedCheckpoint(what, where=self._where)
+        if f"{name}.weight" in specs:
+            raise DamagedCheckpoint(
+                f"{name}.weight is there as values, and as codes: {name}.qweight", where=self._where
+            )
+        (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
+        bits = next((bits for bits in (4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
+        order = specs.get(f"{name}.g_idx")
+        if self._awq:
+            inputs, fits = rows, bits == 4 and columns * 8 == out
+        else:
+            inputs = order.rows if order else rows * 32 // max(bits, 1)
+            fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
+        group = inputs if group_size == -1 else group_size
+        if order:
+            fits = fits and (order.dtype, order.shape) == (torch.int32, (inputs,))
+        else:
+            fits = fits and groups == -(-inputs // group)
+        if not fits:
+            shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
+            what = f"{name} has {shapes} and groups of {shown(group_size)}, which are no codes of 4 or 8 bits"
+            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
+        return _Module(name, out, inputs, groups, bits, group, f"{name}.g_idx" if order else None)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one weight."""
+
+    weights: TransposedCodes
+    name: str
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return self.weights.rows(self.name, row, rows)
+
+
+def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
+    codes, scales, zeros = slab.codes[here], slab.scales[here], slab.zeros[here]
+    if slab.order is not None:
+        scales, zeros = scales[:, slab.order], zeros[:, slab.order]
+    if module.bits == 4:
+        values = torch.empty(len(codes), module.inputs)
+        nibbles.decode_asymmetric(codes, "INT4", scales, zeros - 8, values, torch.empty(nibbles.SCRATCH))
+        return values.bfloat16()
+    groups = codes[:, : module.inputs].float().view(*scales.shape, -1)
+    return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1).bfloat16()
+
+
+def _in_awq_order(words: Tensor) -> Tensor:
+    """Codes `[rows, columns]`, uint8, of AWQ's words `[rows, columns / 8]`."""
+    codes = nibbles.unpack(words.view(torch.uint8)).view(*words.shape, 8)
+    return codes[..., _AWQ_ORDER].flatten(-2)
+
+
+def _format_of(quantization: Mapping[str, Any], where: object) -> str:
+    """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
+    found = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
+        what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
+        raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
+    return found
+
+
+def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
+    """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
+    found = quantization.get("version") or quantization.get("format") or "gemm"
+    if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
+        what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
+        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)

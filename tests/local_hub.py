@@ -1,0 +1,94 @@
+"""The few endpoints of the Hugging Face Hub that a download asks, served from a folder: `ORG/NAME/` has the files of a
+repository, all of one commit."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "c" * 40
+REVISIONS = ("main", "v1.0", COMMIT)
+REFUSED = {"org/gated": (403, "GatedRepo"), "org/busy": (503, ""), "org/private": (401, "RepoNotFound")}
+"""Repositories that answer with a status, and the header that says why."""
+
+
+class LocalHub:
+    """`url` is its HF_ENDPOINT; `fetched` are the files whose content was asked for, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.fetched = folder, list[str]()
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.answer(self, with_body=True)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, with_body=False)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
+        parts = unquote(urlsplit(request.path).path).strip("/").split("/")
+        parts = parts[2:] if parts[:2] == ["api", "models"] else parts
+        repo = "/".join(parts[:2])
+        kind, revision, *path = parts[2:] or ["revision", "main"]
+        files = {
+            str(file.relative_to(self.folder / repo)): file
+            for file in (self.folder / repo).rglob("*")
+            if file.is_file()
+        }
+        status, why, body, headers = 200, "", b"", {}
+        if repo in REFUSED or not files:
+            status, why = REFUSED.get(repo, (404, "RepoNotFound"))
+        elif revision not in REVISIONS:
+            status, why = 404, "RevisionNotFound"
+        elif kind == "revision":
+            listed = [{"rfilename": name} for name in sorted(files)]
+            body = json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": listed}).encode()
+        elif kind == "tree":
+            entries = [
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": _oid(file)}
+                for name, file in sorted(files.items())
+            ]
+            body = json.dumps(entries).encode()
+        elif kind == "resolve" and (name := "/".join(path)) in files:
+            body = files[name].read_bytes()
+            headers = {"ETag": f'"{_oid(files[name])}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(body))}
+            if with_body:
+                self.fetched.append(name)
+        else:
+            status, why = 404, "EntryNotFound"
+        request.send_response(status)
+        for key, value in {"X-Error-Code": why, "Content-Length": str(len(body)), **headers}.items():
+            if value:
+                request.send_header(key, value)
+        request.end_headers()
+        if with_body:
+            request.wfile.write(body)
+
+
+def _oid(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextmanager
+def local_hub(folder: Path) -> Iterator[LocalHub]:
+    hub = LocalHub(folder)
+    thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.server.shutdown()
+        hub.server.server_close()
+        thread.join()

@@ -1,0 +1,176 @@
+"""Checkpoints by their name on the Hub: what is downloaded, from a server on this machine, and what errors say."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pico
+import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
+from local_hub import LocalHub, local_hub
+
+from precisionctl import api
+from precisionctl.checkpoints.hub import HubName, needed
+from precisionctl.cli import main
+from precisionctl.cli.group import Command
+from precisionctl.cli.options import CHECKPOINT
+from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, UnknownFormat
+
+OTHERS = (
+    "pytorch_model.bin",
+    "model.gguf",
+    "modeling_evil.py",
+    "README.md",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+    folder = tmp_path_factory.mktemp("hub")
+    model = folder / "org" / "model"
+    pico.save(model, "qwen3", max_shard_size="60KB")
+    for name in (*OTHERS, "tokenizer.json", "merges.txt", "LICENSE", "precisionctl/fp8_state.safetensors"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(name)
+    (model / "precisionctl" / "fp8_state.safetensors").unlink()
+    with local_hub(folder) as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def client(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of this process is one whose environment has this server, and a cache of its own."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    huggingface_hub.close_session()
+    hub.fetched.clear()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_what_a_checkpoint_is_read_from_comes_and_nothing_else(hub: LocalHub) -> None:
+    found = api.download("org/model")
+    names = {str(path.relative_to(found)) for path in found.rglob("*")}
+    assert names == {
+        str(path.relative_to(hub.folder / "org/model")) for path in (hub.folder / "org/model").glob("*")
+    } - {*OTHERS, "original", "onnx", "precisionctl"}
+    assert sorted(hub.fetched) == sorted(names) and len([name for name in names if name.startswith("model-")]) > 1
+    checkpoint = api.open_checkpoint(found)
+    assert checkpoint.model.num_layers == 2 and checkpoint["model.norm.weight"].shape == (64,)
+    hub.fetched.clear()
+    assert api.download("org/model") == found == api.download("org/model@v1.0") and not hub.fetched
+
+
+def test_pickles_come_only_where_there_is_nothing_else() -> None:
+    beside = ["config.json", "tokenizer.json", "model.py", "training_args.bin", "optimizer.pt"]
+    pickles = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    assert set(needed([*beside, *pickles], "")) == {"config.json", "tokenizer.json", *pickles}
+    for safe in ("model.safetensors", "adapter_model.safetensors"):
+        assert set(needed([*beside, *pickles, safe], "")) == {"config.json", "tokenizer.json", pickles[2], safe}
+    assert "consolidated.safetensors" not in needed(["model.safetensors", "consolidated.safetensors"], "")
+    assert needed(["consolidated.safetensors"], "") == ["consolidated.safetensors"]
+    assert "precisionctl/fp8_state.safetensors" in needed(
+        ["model.safetensors", "precisionctl/fp8_state.safetensors"], ""
+    )
+
+
+def test_a_path_that_is_there_wins_and_one_in_a_folder_that_is_there_is_no_name(tmp_path: Path) -> None:
+    assert HubName.read("org/model@v1.0") == HubName("org/model", "v1.0")
+    assert HubName.read("org/model@refs/pr/3") == HubName("org/model", "refs/pr/3")
+    (tmp_path / "org").mkdir()
+    with pytest.raises(UnknownFormat, match="and org, which is here, does not have it"):
+        HubName.read("org/model")
+    (tmp_path / "org" / "model").mkdir()
+    assert HubName.read("org/model") is None and api.download("org/model") == Path("org/model")
+    for text in ("./no/model", "/no/model", "~/model", "a/b/c", "org/model@", "org/@main", "@"):
+        with pytest.raises(
+            UnknownFormat, match="no such file or directory, nor is it ORG/NAME|, which is here,"
+        ) as refused:
+            HubName.read(text)
+        assert "ORG/NAME@REVISION" in refused.value.do
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/model", "gs://bucket/model", "hdfs://host/model"])
+def test_object_storage_is_refused_with_how_to_copy(text: str) -> None:
+    with pytest.raises(UnknownFormat, match="object storage is not read.*rclone copy"):
+        HubName.read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "what", "do"),
+    [
+        ("org/gated", CheckpointError, "accepted its terms", "https://huggingface.co/org/gated, then `hf auth login`"),
+        ("org/private", CheckpointError, "no such model, or does not show it", "Is the name right?"),
+        ("org/absent", CheckpointError, "no such model, or does not show it", "As a path, it is not there either"),
+        ("org/model@v9", CheckpointError, "no revision `v9`", "org/model/tree/main"),
+        ("org/busy", EnvironmentProblem, "cannot be reached, and its cache has no such model", "Go online"),
+        ("org/a--b", CheckpointError, "nor a name that the Hub can have", "mistyped"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_with_the_next_step(name: str, kind: type[Exception], what: str, do: str) -> None:
+    with pytest.raises(kind, match=what) as refused:
+        api.download(name)
+    assert do in refused.value.do and refused.value.where == name  # type: ignore[attr-defined]
+
+
+def test_a_repository_without_weights_is_refused_before_a_download(hub: LocalHub) -> None:
+    (hub.folder / "org" / "gguf").mkdir(exist_ok=True)
+    (hub.folder / "org" / "gguf" / "model.gguf").write_text("")
+    with pytest.raises(CheckpointError, match=r"no weights in safetensors or .bin, but \*.gguf"):
+        api.download("org/gguf")
+    assert not hub.fetched
+
+
+def test_offline_what_the_cache_has_is_used(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> Iterator[None]:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        huggingface_hub.close_session()
+        yield
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+        huggingface_hub.close_session()
+        yield
+
+    found = api.download("org/model")
+    hub.fetched.clear()
+    for _ in unreachable():
+        assert api.download("org/model") == found and not hub.fetched
+        with pytest.raises(EnvironmentProblem, match="cannot be reached"):
+            api.download("org/other")
+
+
+def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(DiskProblem, match="no room.*HF_HOME"):
+        api.download("org/model")
+
+
+def test_a_command_takes_a_name_and_downloads_nothing_before_its_options_are_right(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(main, words)
+
+    assert run("convert", "org/model", "out", "--to", "magatron").exit_code == 2 and not hub.fetched
+    made = run("export-inference", "org/model@v1.0", "served", "--target", "vllm", "--scheme", "dynamic")
+    assert made.exit_code == 0, made.stderr
+    assert made.stdout.splitlines()[-1] == "To the Hub: hf upload ORG/NAME served"
+    assert "base_model: org/model" in (tmp_path / "served" / "README.md").read_text()
+    wrong = run("inspect", "./no/model")
+    assert wrong.exit_code == 2 and "Give a path that exists, or a name on the Hub" in wrong.stderr
+
+
+def test_every_argument_that_is_a_checkpoint_may_be_a_name() -> None:
+    assert all(isinstance(command, Command) for command in main.commands.values())
+    sources = {
+        name for name, command in main.commands.items() for parameter in command.params if parameter.type is CHECKPOINT
+    }
+    assert sources == main.commands.keys() - {"compare", "demo", "completion"}

@@ -1,0 +1,69 @@
+"""Cross entropy chunk by chunk, beside PyTorch's own of all logits at once."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from precisionctl.trainer.model import loss as module
+from precisionctl.trainer.model.loss import loss
+
+
+def of_all(logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int) -> Tensor:
+    wanted = targets.masked_fill(~mask, -100).flatten()
+    return F.cross_entropy(logits[..., :vocab_size].flatten(0, 1).float(), wanted, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [64, 61])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(
+    dtype: torch.dtype, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 64 * 5)  # the last of four chunks has three rows
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(2, 9, 64)).to(dtype), torch.randint(vocab_size, (2, 9))
+    mask = torch.rand(2, 9) > 0.3
+    targets[~mask] = -100
+    one, other = (logits.clone().requires_grad_() for _ in range(2))
+    expected, (found, count) = of_all(one, targets, mask, vocab_size), loss(other, targets, mask, vocab_size)
+    (expected / 7).backward()
+    (found / 7).backward()
+    assert found.dtype == torch.float32 and int(count) == int(mask.sum())
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert one.grad is not None and other.grad is not None and other.grad.dtype == dtype
+    torch.testing.assert_close(other.grad, one.grad, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+    assert not other.grad[~mask].any() and not other.grad[..., vocab_size:].any()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of an FP32 tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_iter(made) if isinstance(each, Tensor) and each.dtype == torch.float32]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
+def test_logits_are_never_all_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 1000)
+    logits = torch.randn(4, 32, 100, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(100, (4, 32))
+    with Largest() as seen:
+        loss(logits, targets, targets > 10, 100)[0].backward()
+    assert seen.elements == 1000
+
+
+def test_a_logit_that_is_not_a_number_makes_a_loss_that_is_none() -> None:
+    logits = torch.zeros(1, 3, 8)
+    logits[0, 1, 2] = torch.nan
+    targets = torch.zeros(1, 3, dtype=torch.int64)
+    assert loss(logits, targets, torch.ones(1, 3, dtype=torch.bool), 8)[0].isnan()
+    logits[0, 1, 2] = torch.inf
+    assert not loss(logits, targets, torch.ones(1, 3, dtype=torch.bool), 8)[0].isfinite()

@@ -1,0 +1,182 @@
+"""GPTQ and AWQ: another packing of INT4 and INT8, decoded to BF16 by every command."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import conversions
+import pytest
+import torch
+import transposed_directories
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.checkpoints import transposed_codes
+from precisionctl.checkpoints.base import read_rows, read_tensor
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
+from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
+from precisionctl.verify.compare import compare
+
+EACH = pytest.mark.parametrize("spelling", transposed_directories.SPELLINGS)
+UP = "model.layers.0.mlp.up_proj"
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def change(directory: Path, name: str, changed: Callable[[Tensor], Tensor | None]) -> None:
+    tensors = stored(directory)
+    found = changed(tensors.pop(name).clone())
+    tensors |= {} if found is None else {name: found.contiguous()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def say(directory: Path, **said: object) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= said
+    path.write_text(json.dumps(config))
+
+
+@EACH
+def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path: Path, spelling: str) -> None:
+    values = transposed_directories.make(tmp_path / "source", spelling)
+    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", workers=1, verify=True).notes
+    assert any(note.startswith("7 weights were ") and "no way back" in note for note in notes)
+    found = stored(tmp_path / "bf16")
+    assert len(values) == 7 and not [name for name in found if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]
+    for name, expected in values.items():
+        assert torch.equal(found[name], expected.float().bfloat16()), name
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    source = open_checkpoint(tmp_path / "source")
+    assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
+    bits = transposed_directories.SPELLINGS[spelling].bits
+    method = "awq" if spelling == "awq" else "gptq"
+    assert describe(source)["precision"] == f"{bits}-bit integers of {method}, read as bfloat16"
+    if spelling == "gptq-desc-act":
+        conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2), workers=1)
+        assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
+
+
+@pytest.mark.parametrize("spelling", ["gptq-8-desc-act", "awq"])
+def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the experts of a mixture, too; with little room, in runs of 32 rows."""
+    values = transposed_directories.make(tmp_path, spelling, "qwen3-moe", moe_intermediate_size=96, num_hidden_layers=2)
+    monkeypatch.setattr(transposed_codes, "_ROOM", 1)
+    reader = open_checkpoint(tmp_path)
+    name = next(name for name in values if ".experts.1.down_proj" in name)
+    expected = values[name].float().bfloat16()
+    assert torch.equal(read_tensor(reader, name), expected)
+    for row, rows in ((0, 1), (31, 2), (33, 64), (127, 1)):
+        assert torch.equal(read_rows(reader, name, row, rows), expected[row : row + rows])
+
+
+@pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales", "g_idx"])
+def test_verify_finds_a_bit_that_has_flipped_anywhere(tmp_path: Path, kind: str) -> None:
+    transposed_directories.make(tmp_path / "source", "gptq-v2")
+    conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", workers=1)
+
+    def flip(tensor: Tensor) -> Tensor:
+        tensor.view(torch.uint8).view(-1)[tensor.element_size() * 5] ^= 1
+        return tensor
+
+    change(tmp_path / "source", f"{UP}.{kind}", flip)
+    found = compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "bf16"))
+    assert not found.equal and [each.name for each in found.tensors if not each.equal] == [f"{UP}.weight"]
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    return tensor.long()
+
+
+def all_ones(tensor: Tensor) -> Tensor:
+    return tensor.fill_(-1)
+
+
+HOSTILE: dict[str, tuple[str, Callable[[Tensor], Tensor | None], type[PrecisionctlError], str]] = {
+    "no zero points": ("qzeros", lambda _: None, DamagedCheckpoint, "no .*up_proj.qzeros"),
+    "no scales": ("scales", lambda _: None, DamagedCheckpoint, "no .*up_proj.scales"),
+    "words of another dtype": ("qweight", as_int64, DamagedCheckpoint, "up_proj.qweight is int64"),
+    "one dimension": ("scales", lambda each: each.view(-1), DamagedCheckpoint, "up_proj.scales is float16 of shape"),
+    "a row less": ("qweight", lambda each: each[1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "an output less": ("scales", lambda each: each[:, 1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "a group less": ("scales", lambda each: each[1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "two bits": ("qzeros", lambda each: each[:, : each.shape[1] // 2], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "an input less": ("g_idx", lambda each: each[:-9], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "a group that is none": (
+        "g_idx",
+        lambda each: each + 1,
+        DamagedCheckpoint,
+        "g_idx names groups that are none of 4",
+    ),
+    "a negative scale": ("scales", lambda each: -each, DamagedCheckpoint, "negative, infinite or NaN"),
+    "an infinite scale": ("scales", lambda each: each / 0, DamagedCheckpoint, "negative, infinite or NaN"),
+    "zero points that readers disagree on": ("qzeros", all_ones, PrecisionError, "holds 15, for which readers"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_tensors_that_contradict_one_another_are_one_error(tmp_path: Path, case: str) -> None:
+    kind, changed, error, match = HOSTILE[case]
+    transposed_directories.make(tmp_path, "gptq")
+    change(tmp_path, f"{UP}.{kind}", changed)
+    with pytest.raises(error, match=match):
+        read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+
+
+def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    tensors = stored(tmp_path)
+    save_file(tensors | {f"{UP}.weight": torch.zeros(96, 128)}, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="as values, and as codes"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "said", "match"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, "the format 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
+        ("gptq", {"checkpoint_format": ["gptq"]}, "which is not read"),
+        ("awq", {"version": "gemv"}, "AWQ for 'gemv'"),
+        ("awq", {"version": 1}, "which are not read"),
+        ("awq", {"backend": "llm-awq"}, "AWQ for 'llm-awq'"),
+        ("gptq", {"group_size": 0}, "0 as the size of a group"),
+        ("awq", {"group_size": None}, "None as the size of a group"),
+    ],
+)
+def test_other_orders_of_codes_are_refused_by_name(
+    tmp_path: Path, spelling: str, said: dict[str, object], match: str
+) -> None:
+    transposed_directories.make(tmp_path, spelling)
+    say(tmp_path, **said)
+    with pytest.raises(PrecisionError, match=match):
+        open_checkpoint(tmp_path)
+
+
+FOLDER = Path(__file__).parent / "golden" / "transposed"
+GOLDEN = sorted(file.stem for file in FOLDER.iterdir())
+
+
+@pytest.mark.parametrize("golden", GOLDEN)
+def test_what_gptqmodel_and_autoawq_have_packed_is_what_they_make_of_it(golden: str) -> None:
+    """In BF16; their scales were FP32, so that they had not rounded yet (tests/golden/transposed.py)."""
+    file = FOLDER / f"{golden}.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        config = {"quantization_config": json.loads(opened.metadata()["quantization_config"])}
+    places = {f"module.{name}": (file, tensor) for name, tensor in read_header(file).items()}
+    found = transposed_codes.transposed_codes(config, StoredTensors(places), file)
+    assert found and torch.equal(read_tensor(found, "module.weight"), load_file(file)["decoded"].t().bfloat16())
+
+
+def test_there_is_a_golden_file_of_each_way_to_store_zero_points_and_groups() -> None:
+    assert {*GOLDEN} == {
+        "autoawq-gemm",
+        *("gptqmodel-4-gptq", "gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
+    }
