@@ -179,6 +179,18 @@ def test_a_run_of_ours_is_gone_on_from_with_its_optimizer_rates_and_batches(plac
     assert not args["no_save_optim"] and args["no_save_rng"] and args["consumed_train_samples"] == 2 * batch
 
 
+def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place: Path, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
+    keys = {"router__pooled_loss": 0, "router__aux_loss": 0.01, "router__z_loss": 0.001}
+    run(settings(source, place / "text", tmp_path / "one", train__steps=1, **keys))
+    run(settings(source, place / "text", tmp_path / "two", train__steps=1, router__seq_aux_loss=0.02, **keys))
+    for version in FLAGS:
+        one, two = (parse(version, flags_of(launch(tmp_path / name, "megatron-lm"))) for name in ("one", "two"))
+        assert one.moe_router_load_balancing_type == ["aux_loss"] and one.moe_aux_loss_coeff == [0.01]
+        assert two.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"]
+        assert two.moe_aux_loss_coeff == [0.01, 0.02] and two.moe_z_loss_coeff == 0.001
+
+
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core's own, of its own default
 @pytest.mark.parametrize(
     ("scaling", "word", "fp8"),

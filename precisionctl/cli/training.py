@@ -38,7 +38,17 @@ backend_option = click.option(
         "resume llama-fp8 --precision bf16 --recipe sft-bf16 --data chats.jsonl --out sft --load weights",
     ],
     sections={
-        "The run": ["--precision", "--data", "--out", "--recipe", "--set", "--backend", "--time-limit", "--dry-run"],
+        "The run": [
+            "--precision",
+            "--data",
+            "--out",
+            "--recipe",
+            "--set",
+            "--engine",
+            "--backend",
+            "--time-limit",
+            "--dry-run",
+        ],
         "What is loaded": ["--load", "--skip"],
         "FP8 and its state": ["--fp8-state", "--cold-start", "--collect-amax", "--shadow-every"],
     },
@@ -70,6 +80,13 @@ backend_option = click.option(
 @click.option("--collect-amax", is_flag=True, help="BF16 only: record the FP8 state for a later FP8 run.")
 @click.option("--time-limit", type=Duration(), help="Save and stop after this time; exit code 75, as for SIGTERM.")
 @click.option("--shadow-every", type=POSITIVE, help="Guard: compute every Nth step in BF16 too, and compare.")
+@click.option(
+    "--engine",
+    type=click.Choice(["bundled", "megatron-core"]),
+    default="bundled",
+    show_default=True,
+    help="What trains: the bundled trainer, or Megatron-Core, for more than a node.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what the run would do and how much memory it needs; start nothing.")
 @megatron_fp8_options
 def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, **what: Any) -> None:
@@ -79,13 +96,16 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
     from precisionctl import console
+    from precisionctl.mcore import train_in_core
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.measure.metrics import StepMetrics
-    from precisionctl.trainer.run_plan import dry_run as look
+    from precisionctl.trainer.run_plan import dry_run as dry_run_of
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
+    in_core = settings.engine == "megatron-core"
+    look, train = (train_in_core.dry_run, train_in_core.resume) if in_core else (dry_run_of, trainer.resume)
     if dry_run:
         dry = look(settings)
         console.show_lines(report.dry_run(dry) if dry.speaks else [])
@@ -101,7 +121,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
             for line in report.warnings(step):
                 view.say(line)
 
-        finished = trainer.resume(settings, on_start, on_step, view.tokenized)
+        finished = train(settings, on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)

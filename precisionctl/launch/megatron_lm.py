@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
@@ -39,6 +40,8 @@ _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bi
 """Arguments that are on by default, each with the flag that turns it off."""
 
 _YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save")
+
+_BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -147,7 +150,21 @@ def _training_options(source: LaunchSource) -> list[Option]:
         found |= {"lr_wsd_decay_style": args["lr_wsd_decay_style"], **source.sizes(["lr_wsd_decay_iters"])}
     found |= source.sizes(["micro_batch_size", "global_batch_size", "train_iters"])
     options: list[Option] = [(_flag(name), str(value)) for name, value in found.items()]
+    options += _balance_options(args) if source.model.moe else []
     return [*options, ("--use-checkpoint-opt_param-scheduler",)] if scheduler else options
+
+
+def _balance_options(args: Mapping[str, Any]) -> list[Option]:
+    """The flags of what keeps the loads of experts even, of which some are lists."""
+    options: list[Option] = []
+    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    kinds, coefficients = (one if isinstance(one := args.get(name), list) else [one] for name in names)
+    if all(kind in _BALANCE_KINDS for kind in kinds) and all(isinstance(value, int | float) for value in coefficients):
+        options += [(_flag(names[0]), *map(str, kinds)), (_flag(names[1]), *map(str, coefficients))]
+    for name in ("moe_z_loss_coeff", "moe_router_bias_update_rate"):
+        if isinstance(args.get(name), int | float):
+            options.append((_flag(name), str(args[name])))
+    return options
 
 
 def _precision_options(source: LaunchSource) -> list[Option]:

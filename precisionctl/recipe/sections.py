@@ -183,9 +183,18 @@ class ParallelSettings:
     """Expert-parallel ranks, which divide each layer's experts."""
     gather: Literal["per-pass", "per-update"] = "per-pass"
     """How often layers are gathered and their gradients reduced; per update, all are held in between."""
+    pipeline: int = 1
+    """With `--engine megatron-core`: pipeline stages, which divide the layers."""
+    virtual: int = 1
+    """Stages of each pipeline rank, which interleave (virtual pipeline parallelism)."""
+    context: int = 1
+    """With `--engine megatron-core`: context-parallel ranks, which divide the tokens of each row."""
 
     def __post_init__(self) -> None:
-        _require("parallel", self, replicate=ABOVE_0, tensor=ABOVE_0, expert=ABOVE_0)
+        sizes = ("replicate", "tensor", "expert", "pipeline", "virtual", "context")
+        _require("parallel", self, **dict.fromkeys(sizes, ABOVE_0))
+        if self.virtual > 1 and self.pipeline == 1:
+            raise RecipeError("parallel.virtual divides pipeline stages, and parallel.pipeline is 1")
         if self.sequence and self.tensor == 1:
             raise RecipeError(
                 "parallel.sequence divides tokens among tensor-parallel ranks, and parallel.tensor is 1",

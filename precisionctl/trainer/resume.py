@@ -89,7 +89,7 @@ def resume(
         recipe = read_recipe(settings)
         with world(ranks, recipe) as here:
             plan = plan_run(settings, recipe, ranks.count)
-            with _locked(plan.out, here):
+            with locked(plan.out, here):
                 setup = _prepare(plan, here, on_tokens)
                 while isinstance(ended := _attempt(setup, on_start, on_step, until), Rollback):
                     gc.collect()  # free the model before another one is built
@@ -100,7 +100,7 @@ def resume(
 
 
 @contextmanager
-def _locked(out: Path, world: World) -> Iterator[None]:
+def locked(out: Path, world: World) -> Iterator[None]:
     """Create and lock the run's folder, on the first rank: two runs must not write into one folder."""
     if not world.first:
         world.barrier()
@@ -134,14 +134,8 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     each = checkpoint_bytes(source)
     require_disk_space(each, recipe.train, plan.out)  # before the data is tokenized, which may take long
 
-    def read(data: Data) -> Rows | Blend:
-        rows = read_rows(data, tokenizer, source.model, plan.out / "tokens", on_tokens)
-        return rows.shared_by(recipe.parallel.token_ranks)
-
-    with open_tokenizer(source.companions) as tokenizer:  # once for both, as a large vocabulary takes a second
-        rows = read(recipe.data)
-        check_graph_rows(recipe, rows)
-        held_out = read(plan.held_out) if plan.held_out else None
+    rows, held_out = read_data(plan, on_tokens, recipe.parallel.token_ranks)
+    check_graph_rows(recipe, rows)
     disk = require_disk_space(each, recipe.train, plan.out)  # again, as the tokens are on the disk now
     return _Setup(
         **vars(plan),
@@ -152,6 +146,18 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
         memory_notes=memory_notes,
         disk=disk,
     )
+
+
+def read_data(plan: RunPlan, on_tokens: OnTokens, token_ranks: int) -> tuple[Rows | Blend, Rows | Blend | None]:
+    """The rows to train on and those held out, for batches whose tokens are divided by this many ranks. Raises as
+    `read_rows`."""
+
+    def read(data: Data) -> Rows | Blend:
+        rows = read_rows(data, tokenizer, plan.source.model, plan.out / "tokens", on_tokens)
+        return rows.shared_by(token_ranks)
+
+    with open_tokenizer(plan.source.companions) as tokenizer:  # once for both, as a large vocabulary takes a second
+        return read(plan.recipe.data), read(plan.held_out) if plan.held_out else None
 
 
 def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Rollback:
@@ -250,11 +256,12 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
-    yield from loading.loading_notes(run, setup.source, setup.skipped, setup.settings.overrides)
+    overrides = setup.settings.overrides
+    yield from loading.loading_notes(run.recipe, run.schedule, setup.source, setup.skipped, overrides)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if setup.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
         yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in setup.skipped else how}"
-    yield from loading.balance_notes(run)
+    yield from loading.balance_notes(setup.model, setup.balance)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

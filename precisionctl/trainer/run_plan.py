@@ -1,7 +1,7 @@
 """A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
 begins with it, and `--dry-run` ends here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,17 @@ class RunPlan:
 
 
 def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
-    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written.
+    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written. For
+    another engine than the bundled trainer, its checks are its own.
 
     Raises as `open_checkpoint` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
     recipe that does not fit the ranks or the model, PrecisionError for GEMM sizes that FP8 does not take,
     UnknownArchitecture for a model that the trainer does not compute, and EnvironmentProblem for a backend that this
     machine does not have.
     """
-    world.check(ranks, recipe)
+    bundled = settings.engine == "bundled"
+    if bundled:
+        world.check(ranks, recipe)
     run_folder.check_place(settings.folder, settings.checkpoint)
     source = open_checkpoint(settings.checkpoint)
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
@@ -79,10 +82,11 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
-    shards.check(plan.model, recipe.parallel)
-    check_graphs(recipe, plan.model, backend, ranks)
     precision = recipe.precision.of_layers(plan.model.num_layers)
-    GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
+    if bundled:
+        shards.check(plan.model, recipe.parallel)
+        check_graphs(recipe, plan.model, backend, ranks)
+        GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
@@ -113,6 +117,10 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
         raise RecipeError(f"train.graphs asks for CUDA graphs of the layers, but {reasons[0]}", do="Leave it out.")
 
 
+LookAhead = Callable[[ModelShape, Recipe, BackendName, int], Preflight]
+"""What a run of a recipe takes on so many ranks."""
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
@@ -126,8 +134,9 @@ class DryRun:
     speaks: bool
 
 
-def dry_run(settings: Settings) -> DryRun:
-    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
+def dry_run(settings: Settings, look_ahead: LookAhead = look_ahead) -> DryRun:
+    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read. What it
+    takes is told by `look_ahead`.
 
     Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors.
     """

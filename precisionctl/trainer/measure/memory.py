@@ -92,7 +92,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
-    passes = _passes(model, recipe, backend)
+    passes = pass_bytes(model, recipe, backend)
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
@@ -134,7 +134,7 @@ def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool)
     return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
-def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
+def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss and what a layer's
     backward take besides."""
     kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length

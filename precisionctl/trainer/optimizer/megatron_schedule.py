@@ -104,6 +104,21 @@ def megatron_scheduler(recipe: Recipe, schedule: MegatronSchedule | None, step: 
     return rates | {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant", "wd_incr_steps": samples}
 
 
+def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: int) -> dict[str, object]:
+    """Megatron's arguments of a run that has taken `position` rows, as a checkpoint with its optimizer has them."""
+    train, decays = recipe.train, recipe.schedule.kind == "wsd" and schedule is None
+    return {
+        "no_save_optim": False,
+        "consumed_train_samples": position,
+        "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.batch_size,
+        "train_iters": train.steps,
+        "clip_grad": recipe.optimizer.clip_norm,
+        # no part of a scheduler's state
+        **({"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": recipe.schedule.decay_steps} if decays else {}),
+    }
+
+
 def _left(style: str, done: float) -> float:
     """The share, 1 to 0, that is left of the way from the highest to the lowest rate when the share `done` is over."""
     match style:

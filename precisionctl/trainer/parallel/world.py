@@ -38,11 +38,11 @@ class World:
     """All ranks of a training run, seen from this one.
 
     `mesh` is `[replicate, shard, tensor]`: the model is sharded over `shard * tensor` ranks, and there are `replicate`
-    such copies. Ranks along `tensor` have the same rows of data, all others their own. Without a mesh there is one
-    process, in which all collectives do nothing. With `whole` FSDP2 does not shard, and the optimizer reduces gradients
-    itself; with `gathers_once` it gathers parameters and reduces gradients once in an update. `expert_mesh`, under
-    expert parallelism, is `[replicate, shard, expert, tensor]` of the same ranks; those along its `shard` have the same
-    experts.
+    such copies. Ranks along `tensor` have the same rows of data, all others their own. Without a mesh nothing is
+    sharded; in one process all collectives do nothing. With `whole` FSDP2 does not shard, and the optimizer reduces
+    gradients itself; with `gathers_once` it gathers parameters and reduces gradients once in an update. `expert_mesh`,
+    under expert parallelism, is `[replicate, shard, expert, tensor]` of the same ranks; those along its `shard` have
+    the same experts.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class World:
         return parts
 
     def _all_reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._mesh is None:
+        if self.count == 1:
             return values
         values = values.clone()
         dist.all_reduce(values, how)
@@ -205,20 +205,26 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
     if ranks.count == 1:
         yield World()
         return
+    with process_group(ranks) as device:
+        sizes, whole = recipe.parallel, not shards_parameters(ranks.count, recipe)
+        once, meshes = sizes.gather == "per-update", _meshes(device, ranks.count, sizes)
+        yield World(ranks, *meshes, sequence=sizes.sequence, whole=whole, gathers_once=once)
+
+
+@contextmanager
+def process_group(ranks: Ranks) -> Iterator[str]:
+    """PyTorch's process group of all ranks, for tensors on CPUs and on GPUs if there are any. Yields their kind."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")))
     dist.init_process_group(
         {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device],
-        store=ranks.store,
+        store=ranks.store or dist.HashStore(),  # type: ignore[attr-defined]  # public, and not in the stubs
         rank=ranks.rank,
         world_size=ranks.count,
     )
     try:
-        sizes, whole = recipe.parallel, not shards_parameters(ranks.count, recipe)
-        once = sizes.gather == "per-update"
-        meshes = _meshes(device, ranks.count, sizes)
-        yield World(ranks, *meshes, sequence=sizes.sequence, whole=whole, gathers_once=once)
+        yield device
     finally:
         with suppress(Exception):  # others may be gone
             dist.destroy_process_group()
@@ -244,6 +250,11 @@ def shards_parameters(count: int, recipe: Recipe) -> bool:
 def check(count: int, recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that does not fit `count` ranks."""
     sizes = recipe.parallel
+    if sizes.pipeline > 1 or sizes.context > 1:
+        raise RecipeError(
+            "the bundled trainer has neither parallel.pipeline nor parallel.context",
+            do="Give --engine megatron-core, or leave them out.",
+        )
     if count % (sizes.replicate * sizes.tensor):
         of = f" of {sizes.tensor} tensor-parallel ranks" if sizes.tensor > 1 else ""
         raise RecipeError(

@@ -20,11 +20,13 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.recipe import Optimizer, RouterSettings
+from precisionctl.recipe import Optimizer, Recipe, RouterSettings
+from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
@@ -105,6 +107,18 @@ def _of_megatron(args: Mapping[str, Any]) -> Balance:
     )
 
 
+def balance_args(balance: Balance) -> dict[str, Any]:
+    """The inverse: Megatron's arguments, which have no word for `pooled_loss`."""
+    kinds = [name for name in _OF_LAYERS if name in balance.on]
+    coefficients = [balance.on[name] for name in kinds]
+    return {
+        "moe_router_load_balancing_type": kinds if len(kinds) > 1 else kinds[0] if kinds else "none",
+        "moe_aux_loss_coeff": coefficients if len(kinds) > 1 else coefficients[0] if kinds else 0.0,
+        "moe_z_loss_coeff": balance.z_loss or None,
+        "moe_router_bias_update_rate": balance.bias_update_rate,
+    }
+
+
 def _of_config(source: Reader) -> Balance:
     """transformers' `router_aux_loss_coef`, or DeepSeek's `aux_loss_alpha` with `seq_aux`."""
     if "config.json" not in source.companions.files:
@@ -116,11 +130,11 @@ def _of_config(source: Reader) -> Balance:
     return Balance(**{name: value for name, value in found.items() if value is not None})
 
 
-def balance_notes(run: Run) -> Iterator[str]:
+def balance_notes(model: ModelShape, balance: Balance) -> Iterator[str]:
     """What keeps the loads of experts even, for the user."""
-    if run.model.model.moe is None:
+    if model.moe is None:
         return
-    on = ", ".join(f"{name} {value:g}" for name, value in run.model.balance.on.items())
+    on = ", ".join(f"{name} {value:g}" for name, value in balance.on.items())
     yield f"experts are kept in balance by {on}" if on else "nothing keeps the experts in balance"
 
 
@@ -143,18 +157,22 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
     return first
 
 
+def start_of(source: Reader, skipped: Collection[StatePart], recipe: Recipe, rows: Rows | Blend) -> tuple[int, int]:
+    """The step and the position in the data that a new run starts after. Raises as `first_step`."""
+    saved = _saved(source)
+    same_data = "data" not in skipped and saved is not None and saved.identity["data"] == rows.fingerprint
+    return first_step(source, skipped, recipe.train.steps), saved.position if saved and same_data else 0
+
+
 def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
     """Load the parts that are not skipped into a new run. Everything is checked before anything is loaded.
 
     Raises CheckpointError for a part that is not there, MissingTensor and UnmappedTensor for an optimizer that does not
     fit the model, RecipeError if no step is left.
     """
-    run.step = first_step(source, skipped, run.recipe.train.steps)
+    run.step, run.position = start_of(source, skipped, run.recipe, run.rows)
     if "optimizer" not in skipped and has_optimizer(source):
         plan_optimizer(source, run)
-    saved = _saved(source)
-    if "data" not in skipped and saved and saved.identity["data"] == run.rows.fingerprint:
-        run.position = saved.position
     load_weights(source, run)
     if "optimizer" not in skipped and has_optimizer(source):
         load_optimizer(source, run)
@@ -162,18 +180,24 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
         load_rng(source)
 
 
-def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], overrides: Sequence[str]) -> Iterator[str]:
+def loading_notes(
+    recipe: Recipe,
+    schedule: MegatronSchedule | None,
+    source: Reader,
+    skipped: Collection[StatePart],
+    overrides: Sequence[str],
+) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     if not of_megatron(source):
         return
     foreign = _saved(source) is None
     if "optimizer" not in skipped and foreign:
-        differing = other_settings(source, run.recipe.optimizer)
+        differing = other_settings(source, recipe.optimizer)
         yield f"optimizer: masters and moments of the checkpoint, after {updates(source)} updates" + (
             f"; it had {differing}" if differing else ""
         )
-    if run.schedule:
-        yield f"learning rates: the checkpoint's ({run.schedule.words}); --skip schedule takes the recipe's"
+    if schedule:
+        yield f"learning rates: the checkpoint's ({schedule.words}); --skip schedule takes the recipe's"
     elif "schedule" not in skipped and foreign:
         why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
         yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on"

@@ -33,9 +33,9 @@ from precisionctl.param import KINDS, STATE
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
-from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler
+from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
+from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG, balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 PRODUCER = "precisionctl"
@@ -271,18 +271,15 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
 def _megatron_state(run: Run) -> CarriedRun:
     """Optimizer, schedule and counters in Megatron's form (optimizer.py, optimizer_param_scheduler.py: state_dict), and
     under our own keys random generator states and the optimizer's extra state."""
-    settings, train = run.recipe.optimizer, run.recipe.train
+    settings = run.recipe.optimizer
     scheduler = megatron_scheduler(run.recipe, run.schedule, run.step)
     adam = {"lr": run.learning_rate(run.step + 1), "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
     adam |= {"weight_decay": settings.weight_decay, "max_lr": scheduler["max_lr"], "min_lr": scheduler["min_lr"]}
     common = {"optimizer": adam_in_megatron(adam, run.optimizer.steps), "opt_param_scheduler": scheduler}
-    args: dict[str, object] = {"no_save_optim": False, "consumed_train_samples": run.position}
-    args |= {"micro_batch_size": train.micro_batch_size, "global_batch_size": train.batch_size}
-    args |= {"train_iters": train.steps, "clip_grad": settings.clip_norm}
-    if run.recipe.schedule.kind == "wsd" and run.schedule is None:  # no part of a scheduler's state
-        args |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": run.recipe.schedule.decay_steps}
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     objects: dict[str, Any] = {RNG: {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}}
     if run.optimizer.extra_state:
         objects[OPTIMIZER] = dict(run.optimizer.extra_state)
+    args = training_args(run.recipe, run.schedule, run.position)
+    args |= balance_args(run.model.balance) if run.model.model.moe else {}
     return CarriedRun(run.step, common, objects, args)

@@ -1,0 +1,110 @@
+"""The iterations of a run that Megatron-Core trains, written and read by its own dist_checkpointing, in the folder and
+under the name of any run of `resume`: the bundled trainer goes on from them, and the other way around."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.megatron.arguments import saved_args
+from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, directory_name, write_tracker
+from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.mcore.core_run import CoreRun
+from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
+from precisionctl.trainer.saved.loading import balance_args
+from precisionctl.trainer.saved.run_folder import Saved, prune, sign
+
+_CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": RESHARDABLE,
+}
+"""Megatron's metadata of how the optimizer is stored: by parameter, for any parallel sizes."""
+
+
+def load(run: CoreRun, iteration: Path, updates: int | None) -> None:
+    """Load the weights of a `torch_dist` directory, and the optimizer after this number of `updates`; with None it
+    starts from the weights."""
+    from megatron.core import dist_checkpointing
+
+    wanted = _sharded_model(run)
+    if updates is not None:
+        wanted["core_optimizer"] = run.optimizer.sharded_state_dict(wanted, is_loading=True, metadata=_metadata())
+    loaded = dist_checkpointing.load(wanted, str(iteration))
+    for stage, name in _named(run).items():
+        run.stages[stage].module.load_state_dict(loaded[name])
+    if updates is None:
+        run.optimizer.reload_model_params()
+        return
+    chained, state = run.optimizer.chained_optimizers, loaded["core_optimizer"]
+    for one, saved in zip(chained, [state] if len(chained) == 1 else [state[n] for n in sorted(state)], strict=True):
+        # Groups as this run has them: all that a checkpoint says of them here is the count
+        groups = [{k: v for k, v in group.items() if k != "params"} | {"step": updates} for group in one.param_groups]
+        saved |= {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
+        one.load_state_dict(saved)
+    run.updates = updates
+
+
+def save(
+    run: CoreRun,
+    out: Path,
+    identity: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+    companions: Companions,
+) -> Path:
+    """Save the run as an iteration in the folder `out`, atomically, and remove iterations beyond `train.keep`. `specs`
+    are the model's tensors by Megatron's names. Returns the iteration. Raises DiskProblem."""
+    from megatron.core import dist_checkpointing
+
+    output, sizes = Output(out / directory_name(run.step)), run.recipe.parallel
+    cut = Parallelism(sizes.tensor, sizes.pipeline, expert=sizes.expert, virtual=sizes.virtual)
+    args = training_args(run.recipe, run.schedule, run.position)
+    args |= balance_args(run.balance) if run.model.moe else {}
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(**saved_args(args, run.model, specs, cut, run.step, "torch_dist")),
+        "checkpoint_version": 3.0,
+        "iteration": run.step,
+        "num_floating_point_operations_so_far": 0,
+        "opt_param_scheduler": megatron_scheduler(run.recipe, run.schedule, run.step),
+    }
+    with disk_problems(output):
+        if run.world.first:
+            output.begin()
+            schedule = asdict(run.schedule) if run.schedule else None
+            skipped, balance = asdict(run.skipped), asdict(run.balance)
+            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, skipped, balance))
+        run.world.barrier()
+        model = _sharded_model(run)
+        state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}
+        dist_checkpointing.save(state, str(output.partial), content_metadata=_CONTENT)
+        run.world.barrier()
+        if run.world.first:
+            write_companions(output.partial / COMPANIONS, companions)
+            output.commit()
+            write_tracker(out, run.step)
+            prune(out, run.step, run.recipe.train.keep)
+    run.world.barrier()
+    return output.path
+
+
+def _named(run: CoreRun) -> dict[int, str]:
+    """Megatron's names of the state of each stage of this rank."""
+    return {stage: f"model{stage}" if len(run.stages) > 1 else "model" for stage in range(len(run.stages))}
+
+
+def _sharded_model(run: CoreRun) -> dict[str, Any]:
+    return {
+        name: run.stages[stage].module.sharded_state_dict(metadata=_metadata()) for stage, name in _named(run).items()
+    }
+
+
+def _metadata() -> dict[str, Any]:
+    """What Megatron asks for beside what it stores."""
+    from megatron.core import parallel_state
+
+    return {**_CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

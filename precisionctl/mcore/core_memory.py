@@ -1,0 +1,40 @@
+"""How much memory a run in Megatron-Core takes (docs/memory.md has the arithmetic and what fits where)."""
+
+import torch
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Recipe
+from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.measure.flops import training_flops
+from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory, Parameters, pass_bytes
+from precisionctl.trainer.measure.preflight import Preflight, free_memory
+
+
+def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int, gpu: bool = True) -> Memory:
+    """The memory of each of `ranks` ranks, in bytes, with Megatron's distributed optimizer.
+
+    Tensor and pipeline ranks divide all parameters, expert ranks the experts', and those that have the same ones divide
+    masters and moments. A rank has as many micro-batches in flight as there are stages, so with pipelines it keeps
+    activations as one with all layers does; interleaved stages keep up to twice that.
+    """
+    sizes, parameters = recipe.parallel, Parameters.of(model)
+    stage = ranks // sizes.pipeline
+    experts = sum(parameters.experts) // (sizes.tensor * sizes.pipeline * sizes.expert)
+    dense = (parameters.all - sum(parameters.experts)) // (sizes.tensor * sizes.pipeline)
+    shared = dense / (stage // sizes.tensor) + experts / max(1, stage // (sizes.tensor * sizes.expert))
+    interleaved = 1 + (sizes.pipeline - 1) / (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else 1
+    return Memory(
+        weights=2 * (dense + experts),
+        optimizer=round(12 * shared),
+        gradients=4 * (dense + experts),
+        passes=round(pass_bytes(model, recipe, backend) / sizes.context * interleaved),
+        process=PROCESS_GPU if gpu else PROCESS_OF_SEVERAL,
+    )
+
+
+def look_ahead_in_core(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
+    """As `preflight.look_ahead`, which names changes that would fit."""
+    memory = core_memory(model, recipe, backend, ranks=ranks, gpu=torch.cuda.is_available())
+    rows, length = recipe.train.batch_size, recipe.data.sequence_length
+    flops = training_flops(model, [length] * rows)
+    return Preflight(ranks, memory, free_memory(), flops, rows * length, Parameters.of(model).all, ())

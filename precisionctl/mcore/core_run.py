@@ -1,0 +1,192 @@
+"""A run in memory that Megatron-Core trains: stages of its GPTModel under its DistributedDataParallel, its distributed
+optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.errors import RecipeError
+from precisionctl.mcore.core_model import make_config, make_stage
+from precisionctl.mcore.core_world import CoreWorld
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Recipe
+from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
+from precisionctl.trainer.measure.flops import bf16_peak, training_flops
+from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
+from precisionctl.trainer.measure.metrics import StepMetrics
+from precisionctl.trainer.model.router_losses import Balance
+from precisionctl.trainer.optimizer.adamw import learning_rate
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.stopping import SkippedSteps
+
+
+@dataclass
+class CoreRun:
+    """A rank's part of a run, as `trainer.run.Run` is one of the bundled trainer. `stages` are this rank's virtual
+    pipeline stages, each in Megatron's DistributedDataParallel; with `te` their layers are Transformer Engine's."""
+
+    recipe: Recipe
+    model: ModelShape
+    rows: Rows | Blend
+    world: CoreWorld
+    schedule: MegatronSchedule | None
+    balance: Balance
+    te: bool
+    dtype: torch.dtype = torch.bfloat16
+    step: int = 0
+    position: int = 0
+    updates: int = 0
+    tokens: int = 0
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    stages: list[Any] = field(init=False)
+    optimizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        recipe, settings = self.recipe, self.recipe.optimizer
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.feed = Feed(self.rows, recipe.train, self.device, rank=self.world.data_rank, ranks=self.world.data_count)
+        config = make_config(
+            self.model, recipe, self.balance, te=self.te, dtype=self.dtype, equal_rows=self.rows.has_equal_rows
+        )
+        numbers = range(recipe.parallel.virtual) if recipe.parallel.virtual > 1 else [None]
+        made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
+        grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.stages = [DistributedDataParallel(config, grads, stage) for stage in made]
+        _check_buckets(self.stages)
+        rates = self.schedule or recipe
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=self.schedule.max_lr if self.schedule else settings.lr,
+                min_lr=rates.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.epsilon,
+                clip_grad=settings.clip_norm,
+                bf16=self.dtype == torch.bfloat16,
+                params_dtype=self.dtype,
+                use_distributed_optimizer=True,
+            ),
+            self.stages,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of update number `step`, counted from 1."""
+        train = self.recipe.train
+        if self.schedule:
+            return self.schedule.rate(step, train.batch_size)
+        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
+
+    def update(self) -> StepMetrics:
+        """One optimizer step, on all ranks together; it changes nothing, but counts, if loss or norm is not finite.
+        Raises as `SkippedSteps.count`."""
+        begun, batches, rate = time.perf_counter(), self.feed.batches(self.position), self.learning_rate(self.step + 1)
+        total, targets = self._accumulate_gradients(batches)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = rate, group["wd_mult"] * self.recipe.optimizer.weight_decay
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if math.isfinite(total) and math.isfinite(norm):
+            self.optimizer.step()
+            self.updates += 1
+        self.step += 1
+        self.position += self.recipe.train.batch_size
+        loss = total / targets
+        self.skipped.count(self.step, loss, norm, self.recipe.train.max_skipped)
+        seconds = time.perf_counter() - begun
+        self.tokens += targets
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            lr=rate,
+            grad_norm=norm,
+            tokens=self.tokens,
+            tokens_per_second=targets / seconds,
+            seconds=seconds,
+            cost=self._cost(batches).finish(seconds, ()),
+            skipped=self.skipped.running or None,
+        )
+
+    def _accumulate_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Forward and backward of an update by Megatron's schedule for these parallel sizes, which ends with gradients
+        that are reduced and divided by all targets. Returns the loss summed over the targets of all ranks, and their
+        number."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for stage in self.stages:
+            stage.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        passes = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=[iter(batches) for _ in self.stages] if len(self.stages) > 1 else iter(batches),
+            model=self.stages,
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=False,
+        )
+        # The last stage has the losses, and each of its tensor ranks has the same
+        sums = torch.zeros(2, dtype=torch.float64)
+        if passes and self.world.tensor_rank == 0:
+            sums = torch.stack([torch.stack(each) for each in passes]).sum(0).double().cpu()
+        total, targets = self.world.all_reduce_sum(sums).tolist()
+        return total, int(targets)
+
+    def _cost(self, batches: Sequence[Batch]) -> PendingStepCost:
+        """What the host knows of an update's cost: ranks with one row of data share its FLOPs."""
+        flops = training_flops(self.model, [length for batch in batches for length in batch.lengths])
+        cuda = self.device.type == "cuda"
+        gpu = torch.cuda.max_memory_allocated() if cuda else 0
+        gpu_bytes, most = self.world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
+        each = float(flops) * self.world.data_count / self.world.count
+        peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
+        return PendingStepCost(each, peak, gpu_bytes if cuda else None, most)
+
+
+def _check_buckets(stages: Sequence[Any]) -> None:
+    """Raise RecipeError where Megatron would save an optimizer that is not the one in memory: storing it by parameter
+    (distrib_optimizer.py: get_parameter_state_dp_zero and sharded_param_state_fully_reshardable, read in 0.16.1), it
+    joins buckets without their padding, and looks parameters up with it. A tied embedding that pipeline stages share is
+    such a bucket of its own; in real sizes none is padded."""
+    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
+    if any(bucket.numel_unpadded != bucket.grad_data.numel() for buffer in buffers for bucket in buffer.buckets[:-1]):
+        raise RecipeError(
+            "megatron-core would save the optimizer of a tied embedding wrongly, as its buckets are padded here",
+            do="Leave parallel.pipeline out, or choose sizes for which the ranks that share data divide 128.",
+        )
+
+
+def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """A micro-batch through a stage, and what makes of the last stage's losses `[rows, length]` their sum and the
+    number of targets, by which Megatron divides gradients. Rows are padded at the right, where causal attention does
+    not look, so they need no mask."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = next(batches)
+    rows, length = batch.tokens.shape
+    parts = {"tokens": batch.tokens, "labels": batch.labels}
+    parts["positions"] = torch.arange(length, device=batch.tokens.device).expand(rows, length)
+    parts = get_batch_on_this_cp_rank(parts)
+    learned = parts["labels"] != IGNORED
+    losses = stage(parts["tokens"], parts["positions"], None, labels=parts["labels"].where(learned, 0))
+
+    def summed(losses: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        total, targets = (losses.float() * learned).sum(), learned.sum()
+        return total, targets.int(), (total.detach(), targets)
+
+    return losses, summed

@@ -1,0 +1,244 @@
+"""`resume --engine megatron-core`: the same command, recipe, data and folder as the bundled trainer's, trained by
+Megatron-Core with tensor, pipeline, context and expert parallelism."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.checkpoints.megatron.keys import directory_name
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
+from precisionctl.conversion.ranks import Ranks
+from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_memory import look_ahead_in_core
+from precisionctl.mcore.core_run import CoreRun
+from precisionctl.mcore.core_world import CoreWorld, core_world
+from precisionctl.mcore.without_gpu import on_cpu
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Recipe
+from precisionctl.trainer import run_plan
+from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.data import OnTokens
+from precisionctl.trainer.loop import OnStep
+from precisionctl.trainer.measure.metrics import MetricsLog
+from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space
+from precisionctl.trainer.model.router_losses import Balance
+from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.resume import Finished, Started, locked, read_data
+from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
+from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
+from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, stop_signals
+
+_OLDEST = (0, 16)
+
+
+def resume(
+    settings: Settings,
+    on_start: Callable[[Started], None],
+    on_step: OnStep,
+    on_tokens: OnTokens = lambda count: None,
+) -> Finished:
+    """As `trainer.resume.resume`, with Megatron-Core. Raises EnvironmentProblem if it is not installed, and RecipeError
+    for what it is not asked for here."""
+    limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
+    until = time.monotonic() + limit
+    require_core()
+    with together() as ranks, on_cpu():
+        recipe = read_recipe(settings)
+        check(settings, recipe, ranks.count)
+        with core_world(ranks, recipe) as world:
+            plan = plan_run(settings, recipe, ranks.count)
+            check_model(plan.model, recipe)
+            check_balance(plan.balance)
+            if recipe.precision.fp8 and plan.backend != "te":
+                raise EnvironmentProblem(
+                    "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                    do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+                )
+            with locked(plan.out, world):
+                return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
+
+
+def dry_run(settings: Settings) -> DryRun:
+    """As `run_plan.dry_run`, for Megatron-Core, which need not be installed. Raises as `resume`."""
+
+    def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
+        check(settings, recipe, ranks)
+        check_model(model, recipe)
+        return look_ahead_in_core(model, recipe, backend, ranks)
+
+    dry = run_plan.dry_run(settings, look_ahead)
+    check_balance(dry.plan.balance)
+    return dry
+
+
+def require_core() -> None:
+    """Raise EnvironmentProblem if there is no megatron-core that this can use."""
+    needed = ".".join(map(str, _OLDEST))
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        found = ""
+    if not found or tuple(map(int, found.split(".")[:2])) < _OLDEST:
+        raise EnvironmentProblem(
+            f"--engine megatron-core needs megatron-core {needed} or newer, and {found or 'none'} is installed",
+            do="pip install 'precisionctl[megatron]'",
+        )
+
+
+def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
+    """Raise RecipeError for what Megatron-Core is not asked for here, and for parallel sizes that do not fit."""
+    precision, fp8 = recipe.precision, recipe.precision.fp8
+    in_bf16 = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    bundled_alone = {
+        "a guard or precision.schedule": is_guarded(recipe),
+        "--collect-amax": settings.collect_amax,
+        "--fp8-state: give it to `convert`, and train from the result": settings.fp8_state is not None,
+        "--cold-start": settings.cold_start,
+        "data.held_out": bool(recipe.data.held_out),
+        "data.packing": recipe.data.packing,
+        "train.graphs": recipe.train.graphs,
+        "optimizer.preset = fp8-lm": recipe.optimizer.preset != "adamw",
+        "parallel.replicate": recipe.parallel.replicate != 1,
+        "parallel.gather": recipe.parallel.gather != "per-pass",
+        "precision.keep_bf16": fp8 and bool(precision.keep_bf16),
+        "precision.block.use_f32_scales": fp8 and precision.block.use_f32_scales,
+        "layers in BF16 under delayed scaling": fp8 and precision.keeps_state and any(in_bf16),
+    }
+    if asked := [what for what, is_asked in bundled_alone.items() if is_asked]:
+        raise RecipeError(f"only the bundled trainer has {asked[0]}", do="Leave it out, or --engine megatron-core.")
+    sizes = recipe.parallel
+    each = sizes.tensor * sizes.pipeline * sizes.context
+    if ranks % each or (ranks // sizes.pipeline) % (sizes.tensor * sizes.expert):
+        raise RecipeError(
+            f"{ranks} ranks cannot be divided into tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
+            f"context {sizes.context}, with experts on {sizes.expert}",
+            do="tensor x pipeline x context must divide the ranks, and tensor x expert those of a pipeline stage.",
+        )
+    if recipe.train.batch_size % (ranks // each * recipe.train.micro_batch_size):
+        raise RecipeError(
+            f"train.batch_size {recipe.train.batch_size} cannot be dealt out to {ranks // each} ranks in passes of "
+            f"{recipe.train.micro_batch_size} rows",
+            do=f"Choose a multiple of {ranks // each * recipe.train.micro_batch_size}.",
+        )
+
+
+def check_model(model: ModelShape, recipe: Recipe) -> None:
+    """Raise UnknownArchitecture for a model that Megatron-Core computes otherwise, RecipeError for one that does not
+    divide by the parallel sizes."""
+    if other := otherwise_in_megatron(model):
+        raise UnknownArchitecture(
+            f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(other)}",
+            do="Leave --engine out: the bundled trainer computes it as it is.",
+        )
+    sizes = recipe.parallel
+    divided = {
+        "layers": (model.num_layers, sizes.pipeline * sizes.virtual),
+        "attention heads": (model.num_attention_heads, sizes.tensor),
+        "rows of the vocabulary": (model.padded_vocab_size, sizes.tensor),
+        "experts": (model.moe.num_experts if model.moe else sizes.expert, sizes.expert),
+    }
+    for what, (number, ways) in divided.items():
+        if number % ways:
+            raise RecipeError(f"{number} {what} cannot be divided into {ways}", do="Choose other [parallel] sizes.")
+
+
+def check_balance(balance: Balance) -> None:
+    """Raise RecipeError for a loss of routers that Megatron-Core does not have."""
+    if balance.pooled_loss:
+        raise RecipeError(
+            "router.pooled_loss is transformers' loss of all layers together, and Megatron-Core has one of each layer",
+            do=f"Give --set router.pooled_loss=0 --set router.aux_loss={balance.pooled_loss:g}.",
+        )
+
+
+def _train(
+    plan: RunPlan,
+    ranks: Ranks,
+    world: CoreWorld,
+    on_start: Callable[[Started], None],
+    on_step: OnStep,
+    on_tokens: OnTokens,
+    until: float,
+) -> Finished:
+    """Go on from the newest iteration in the run's folder, else from the source, to the recipe's last step."""
+    recipe = replace(plan.recipe, precision=plan.recipe.precision.of_layers(plan.model.num_layers))
+    disk = require_disk_space(checkpoint_bytes(plan.source), recipe.train, plan.out)
+    sizes = recipe.parallel
+    rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
+    identity = plan.identity_with(rows.fingerprint)
+    newest = run_folder.newest(plan.out)
+    run = CoreRun(recipe, plan.model, rows, world, plan.schedule, plan.balance, te=plan.backend == "te")
+    if newest:
+        _continue(run, newest, identity, plan)
+    else:
+        _start(run, identity, plan, ranks)
+    with ExitStack() as stack:
+        log: MetricsLog | None = None
+        if world.first:
+            log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
+            run.tokens = log.tokens
+            notes = (*_notes(plan, ranks.count), *rows.notes, *log.notes)
+            said = (plan.load, plan.skipped, plan.backend, disk)
+            on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
+        received = stack.enter_context(stop_signals())
+        while run.step < recipe.train.steps:
+            metrics = run.update()
+            if log:
+                log.write(metrics)
+                on_step(metrics)
+            stop = agreed_stop(world, received, until)
+            if stop or run.step == recipe.train.steps or run.step % recipe.train.save_every == 0:
+                if log:
+                    log.sync()
+                core_checkpoint.save(run, plan.out, identity, plan.plan.targets, plan.source.companions)
+            if stop:
+                return Finished(run.step, plan.out / directory_name(run.step), stop, world.first)
+    return Finished(run.step, plan.out / directory_name(run.step), None, world.first)
+
+
+def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any], plan: RunPlan) -> None:
+    saved = run_folder.read_saved(newest.path)
+    assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
+    run_folder.check_same(saved, identity, plan.out)
+    core_checkpoint.load(run, newest.path, loading.updates(newest))
+    run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
+
+
+def _start(run: CoreRun, identity: Mapping[str, Any], plan: RunPlan, ranks: Ranks) -> None:
+    """Load the source, which is first converted into the run's folder, as Megatron-Core reads one container alone, and
+    each of its optimizers its own layout of it."""
+    of_run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    source, skipped, folder = plan.source, plan.skipped, plan.out / f"start-{of_run}"
+    updates = loading.updates(source) if "optimizer" not in skipped and loading.has_optimizer(source) else None
+    if not folder.exists():
+        made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
+        if plan.recipe.precision.fp8:
+            made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
+        execute(plan_command(made), ranks=ranks)
+    run.step, run.position = loading.start_of(source, skipped, run.recipe, run.rows)
+    run.world.barrier()
+    core_checkpoint.load(run, TorchDistReader(folder).path, updates)
+
+
+def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
+    sizes = plan.recipe.parallel
+    parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
+    split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
+    yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
+    yield from loading.balance_notes(plan.model, plan.balance)
+    overrides = plan.settings.overrides
+    yield from loading.loading_notes(plan.recipe, plan.schedule, plan.source, plan.skipped, overrides)
+    if plan.recipe.train.async_save:
+        yield "train.async_save: Megatron-Core's checkpoints are written while the run waits"

@@ -1,0 +1,100 @@
+"""megatron-core 0.16 and later without a GPU and without Transformer Engine: stand-ins for the few calls that ask for
+either on the ways taken here, so that a run can be tried, and proved, on CPUs with gloo."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on `cuda`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if str(given.get("device", "")).startswith("cuda"):
+            given["device"] = "cpu"
+        return func(*args, **given)
+
+
+class _NoStream:
+    """Waits for what is done already, and records events that are past."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., "_NoStream"]:
+        return lambda *_, **__: self
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """A context in which megatron-core trains on a CPU, and anywhere with PyTorch's Adam. The stand-ins stay in the
+    process."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda *_, **__: None
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.Stream = cuda.current_stream = cuda.default_stream = _NoStream
+    cuda.stream = contextlib.nullcontext
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    by_name = tensor.type
+
+    def type_on_gpu(self: torch.Tensor, *dtype: Any) -> Any:
+        """Optimizers look for `torch.cuda.FloatTensor` and its like."""
+        return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
+
+    tensor.type = type_on_gpu
+    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
+    moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+    with _CudaToCpu():
+        yield
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Sizes that collectives take as numbers, which Megatron's own makes of a tensor on a GPU alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
+    """Where neither Transformer Engine nor Apex is, the optimizer is PyTorch's. That has no state before its first step
+    and counts updates for each parameter, where a checkpoint has one count for all."""
+    set_state, sharded = distributed._set_main_param_and_optimizer_states, distributed.sharded_state_dict
+
+    def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        state["step"] = state["step"].clone()  # Megatron gives all of them one tensor, which each would count up
+        set_state(self, parameter, {"step": state["step"], **tensors})
+
+    def with_state(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded(self, *arguments, **named)
+
+    distributed._set_main_param_and_optimizer_states, distributed.sharded_state_dict = with_step, with_state
+
+
+def with_te_names(layers: Sequence[Any], has_experts: Sequence[bool]) -> None:
+    """Let layers without Transformer Engine store their norms under the names that layers with it have."""
+    for layer, experts in zip(layers, has_experts, strict=True):
+        names = layer.submodules.sharded_state_dict_keys_map
+        if experts:
+            names.pop("pre_mlp_layernorm.", None)
+        else:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

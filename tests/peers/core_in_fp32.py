@@ -1,0 +1,52 @@
+"""Both engines in FP32, where their order of sums is all that differs, as a program under torchrun:
+`core_in_fp32.py FOLDER KEY=VALUE...`. FOLDER has a source and a text; losses of both go to `losses.json` in it."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
+from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_run import CoreRun
+from precisionctl.mcore.core_world import core_world
+from precisionctl.mcore.without_gpu import on_cpu
+from precisionctl.trainer.loop import update
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.resume import read_data
+from precisionctl.trainer.run import Run
+from precisionctl.trainer.run_plan import plan_run
+from precisionctl.trainer.saved import loading
+from precisionctl.trainer.settings import Settings, read_recipe
+
+
+def main(folder: Path, keys: list[str]) -> None:
+    settings = Settings(
+        folder / "source", "bf16", folder / "text.txt", folder / "run", overrides=tuple(keys), engine="megatron-core"
+    )
+    with together() as ranks, on_cpu():
+        recipe = read_recipe(settings)
+        with core_world(ranks, recipe) as world:
+            plan = plan_run(settings, recipe, ranks.count)
+            rows, _ = read_data(plan, lambda count: None, 1)
+            execute(plan_command(Request(folder / "source", folder / "start", "megatron")), ranks=ranks)
+            world.barrier()
+            run = CoreRun(recipe, plan.model, rows, world, None, plan.balance, te=False, dtype=torch.float32)
+            core_checkpoint.load(run, folder / "start" / "release", None)
+            core = [run.update().loss for _ in range(recipe.train.steps)]
+    if ranks.first:
+        model = GPT(plan.model, recipe.precision, "emulated", torch.float32, balance=plan.balance)
+        bundled = Run(recipe, model, MasterAdamW(model, recipe.optimizer), rows)
+        loading.load_weights(plan.source, bundled)
+        updates = (update(bundled) for _ in range(recipe.train.steps))
+        expected = [float(made[0][0]) / made[1] for made in updates]
+        (folder / "losses.json").write_text(json.dumps([expected, core]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,146 @@
+"""Real megatron-core goes on from runs of the bundled trainer and hands them back, on CPUs with gloo: the same losses
+but for rounding, from the same command on the same folder. What is printed is in docs/megatron_core.md."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judges import LLAMA_3_1
+from training import make_source, make_text
+
+STEPS, FROM, KILLED, BACK = 60, 10, 34, 40
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "dense": ("llama-3", {"rope_parameters": LLAMA_3_1}, {"tensor": 2, "pipeline": 2}),
+    "biases": ("qwen2", {"tie_word_embeddings": False}, {"tensor": 2, "pipeline": 2}),
+    "interleaved": ("mistral", {"num_hidden_layers": 4}, {"pipeline": 2, "virtual": 2}),
+    "experts": ("qwen3-moe", {"mlp_only_layers": []}, {"expert": 2}),
+}
+ROUNDING = 0.003
+"""The most that a loss may differ: computed in BF16, in another order, over 50 updates."""
+RECIPE = {
+    "train.steps": STEPS,
+    "train.batch_size": 8,
+    "train.micro_batch_size": 2,
+    "train.save_every": 10,
+    "train.keep": 10,
+    "data.sequence_length": 32,
+    "optimizer.lr": 0.003,
+    "schedule.warmup_steps": 5,
+}
+
+
+BALANCE = {"router.pooled_loss": 0, "router.aux_loss": 0.01, "router.z_loss": 0.001}
+"""Losses of routers that both have; without experts these are refused."""
+
+
+def start(place: Path, out: str, *options: str, ranks: int = 1) -> subprocess.Popen[str]:
+    recipe = RECIPE | {"data.cache": place / "tokens"}
+    if "num_experts_per_tok" in json.loads((place / "source" / "config.json").read_text()):
+        recipe |= BALANCE
+    keys = [word for key, value in recipe.items() for word in ("--set", f"{key}={value}")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *torchrun, "-m", "precisionctl", "resume", place / "source", "--precision", "bf16"]
+    return subprocess.Popen(
+        [*command, "--data", place / "text.txt", "--out", place / out, *keys, *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(started: subprocess.Popen[str]) -> str:
+    said, _ = started.communicate(timeout=300)
+    assert started.returncode == 0, said[-4000:]
+    return said
+
+
+def by_core(sizes: Mapping[str, int]) -> tuple[list[str], int]:
+    """The options of a run in Megatron-Core on as many ranks as these sizes make, and the ranks."""
+    keys = [word for name, size in sizes.items() for word in ("--set", f"parallel.{name}={size}")]
+    ranks = sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("expert", 1)
+    return ["--engine", "megatron-core", *keys], ranks
+
+
+def losses(place: Path, out: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (place / out / "metrics.jsonl").read_text().splitlines()]
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def kill_at(step: int, started: subprocess.Popen[str], metrics: Path) -> None:
+    """Kill torchrun and its ranks once they have made this step."""
+    until = time.monotonic() + 240
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= step):
+        assert started.poll() is None and time.monotonic() < until, started.communicate()[0][-4000:]
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tmp_path: Path, case: str) -> None:
+    family, changes, sizes = CASES[case]
+    make_source(tmp_path / "source", family=family, **changes)
+    make_text(tmp_path / "text.txt", words=6000)
+    finish(start(tmp_path, "bundled"))
+    begun = f"iter_{FROM:07d}"
+    shutil.copytree(tmp_path / "bundled" / begun, tmp_path / "core" / begun)
+    options, ranks = by_core(sizes)
+    kill_at(KILLED - FROM, start(tmp_path, "core", *options, ranks=ranks), tmp_path / "core" / "metrics.jsonl")
+    said = finish(start(tmp_path, "core", *options, ranks=ranks))
+    assert (
+        "continued" in said
+        and f"on {ranks} ranks: {', '.join(f'{name} {size}' for name, size in sizes.items())}" in said
+    )
+    handed = f"iter_{BACK:07d}"
+    shutil.copytree(tmp_path / "core" / handed, tmp_path / "back" / handed)
+    finish(start(tmp_path, "back"))
+    expected, core, back = (losses(tmp_path, out) for out in ("bundled", "core", "back"))
+    assert list(core) == list(range(FROM + 1, STEPS + 1)) and list(back) == list(range(BACK + 1, STEPS + 1))
+    differences = [max(abs(found[step] - expected[step]) for step in found) for found in (core, back)]
+    print(f"{case}: {expected[FROM]:.4f} to {expected[STEPS]:.4f}; differ by at most {differences}")
+    assert max(differences) < ROUNDING
+    assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
+
+
+@pytest.mark.parametrize("case", ["dense", "biases", "experts"])
+def test_in_fp32_both_engines_make_the_same_losses_to_their_last_bits(tmp_path: Path, case: str) -> None:
+    family, changes, sizes = CASES[case]
+    make_source(tmp_path / "source", family=family, **changes)
+    make_text(tmp_path / "text.txt", words=6000)
+    _, ranks = by_core(sizes)
+    keys = RECIPE | {"train.steps": 30} | (BALANCE if case == "experts" else {})
+    keys |= {f"parallel.{name}": size for name, size in sizes.items()}
+    program = [
+        Path(__file__).with_name("core_in_fp32.py"),
+        tmp_path,
+        *(f"{key}={value}" for key, value in keys.items()),
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, *torchrun, *program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected, core = json.loads((tmp_path / "losses.json").read_text())
+    print(f"{case} in FP32: differ by at most {max(abs(a - b) for a, b in zip(expected, core, strict=True))}")
+    assert core == pytest.approx(expected, rel=2e-6) and expected[-1] < expected[0] - 1
+
+
+def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path) -> None:
+    """The masters of a tied embedding that it saved at these sizes were none of the weights."""
+    make_source(tmp_path / "source", family="qwen2")
+    make_text(tmp_path / "text.txt")
+    options, ranks = by_core({"tensor": 2, "pipeline": 2})
+    started = start(tmp_path, "core", *options, ranks=ranks)
+    said, _ = started.communicate(timeout=300)
+    assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
+    assert not list((tmp_path / "core").glob("iter_*"))

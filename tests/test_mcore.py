@@ -1,0 +1,154 @@
+"""`--engine megatron-core` as far as it can be looked at without starting it, and what it starts from: a run's
+checkpoint, which megatron-core loads whole. tests/peers/test_megatron_engine.py trains."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_models import logical, peer
+from judges import LLAMA_3_1
+from training import make_source, make_text, run, settings
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.mcore import train_in_core
+from precisionctl.mcore.core_memory import core_memory
+from precisionctl.recipe import ParallelSettings, load_recipe
+from precisionctl.reports.run import dry_run as lines_of
+from precisionctl.trainer.resume import resume
+from precisionctl.trainer.settings import Settings
+
+LLAMA_3_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+QWEN_3_30B = LLAMA_3_70B | {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("mcore")
+    make_source(top / "source", family="llama-3", rope_parameters=LLAMA_3_1)
+    make_text(top / "text.txt")
+    return top
+
+
+def in_core(place: Path, out: str = "core", source: str = "source", **changes: Any) -> Settings:
+    return replace(settings(place / source, place / "text.txt", place / out, **changes), engine="megatron-core")
+
+
+def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer(place: Path) -> None:
+    """By its own load_state_dict, so that groups and counts are found too."""
+    _, finished, _ = run(settings(place / "source", place / "text.txt", place / "run", train__steps=3))
+    jobs = [
+        {"do": "load", "directory": str(finished.checkpoint), "optimizer": way, "te_names": True}
+        | {"out": str(place / f"loaded {way}")}
+        for way in ("plain", "fully_reshardable")
+    ]
+    peer(place, jobs)
+    reader = TorchDistReader(finished.checkpoint)
+    everything = WithOptimizer(reader)
+    for job in jobs:
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            held = torch.load(f"{job['out']}.optimizer.{kind}.rank0.pt")
+            assert len(held) == len(reader.specs)
+            for name, tensor in held.items():
+                ours = f"optimizer.state.{kind}.{logical(name, set(held))}"
+                assert torch.equal(tensor, read_tensor(everything, ours)), ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train__graphs": True}, "only the bundled trainer has train.graphs"),
+        ({"collect_amax": True}, "only the bundled trainer has --collect-amax"),
+        ({"optimizer__preset": "fp8-lm"}, "only the bundled trainer has optimizer.preset"),
+        (
+            {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
+            "only the bundled trainer has layers in BF16",
+        ),
+        ({"parallel__tensor": 2}, "1 ranks cannot be divided into tensor 2 x pipeline 1"),
+        ({"parallel__expert": 2}, "with experts on 2"),
+        ({"train__micro_batch_size": 4, "train__batch_size": 6}, "not a multiple"),
+    ],
+    ids=str,
+)
+def test_what_megatron_core_is_not_asked_for_is_refused_before_anything_is_read(
+    place: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        train_in_core.dry_run(in_core(place, "refused", **changes))
+    assert not (place / "refused").exists()
+
+
+def test_sizes_must_divide_the_model(place: Path) -> None:
+    model, recipe = from_hf_config(LLAMA_3_70B), load_recipe("bf16")
+    for sizes, words in (({"pipeline": 3}, "80 layers"), ({"tensor": 3}, "64 attention heads")):
+        with pytest.raises(RecipeError, match=f"{words} cannot be divided into 3"):
+            train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(**sizes)))
+
+
+def test_a_model_that_megatron_core_computes_otherwise_is_left_to_the_bundled_trainer(place: Path) -> None:
+    make_source(place / "gemma", family="gemma2")
+    with pytest.raises(UnknownArchitecture, match=r"computes `gemma2` otherwise.*Leave --engine out"):
+        train_in_core.dry_run(in_core(place, source="gemma"))
+
+
+def test_the_bundled_trainer_points_to_megatron_core_for_pipelines(place: Path) -> None:
+    with pytest.raises(RecipeError, match="Give --engine megatron-core"):
+        resume(settings(place / "source", place / "text.txt", place / "no", parallel__pipeline=2), print, print)
+
+
+def test_without_megatron_core_the_error_says_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_in_core, "version", lambda name: "0.15.3")
+    with pytest.raises(EnvironmentProblem, match=r"0.16 or newer, and 0.15.3 is.*precisionctl\[megatron\]"):
+        train_in_core.resume(in_core(place), print, print)
+
+
+def test_a_dry_run_tells_the_memory_in_megatron_core(place: Path) -> None:
+    said = "\n".join(lines_of(train_in_core.dry_run(in_core(place, "dry"))))
+    assert "from step 0 to 6" in said and "Memory of each rank" in said
+    assert not (place / "dry").exists()
+
+
+def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> None:
+    """18 bytes a parameter; weights and gradients over tensor and pipeline ranks, masters and moments over all."""
+    model, recipe = from_hf_config(LLAMA_3_70B), load_recipe("llama-3-70b-cpt")
+    sizes = ParallelSettings(tensor=8, sequence=True, pipeline=4)
+    found = [core_memory(model, replace(recipe, parallel=sizes), "te", ranks=ranks) for ranks in (32, 64)]
+    each = 70.55e9 / 32
+    for memory, copies in zip(found, (1, 2), strict=True):
+        assert memory.weights == pytest.approx(2 * each, rel=0.01)
+        assert memory.gradients == pytest.approx(4 * each, rel=0.01)
+        assert memory.optimizer == pytest.approx(12 * each / copies, rel=0.01)
+        assert memory.total < 80e9
+    mixture, recipe = from_hf_config(QWEN_3_30B), load_recipe("qwen3-30b-a3b-cpt")
+    apart = core_memory(mixture, replace(recipe, parallel=ParallelSettings(expert=8, pipeline=2)), "te", ranks=16)
+    assert apart.weights < 2 * 30.53e9 / 2 / 5  # experts, its largest part, over eight
