@@ -360,6 +360,21 @@ def test_megatron_s_provider_records_so_many_passes_and_lets_go(tmp_path: Path) 
         assert rows.count_nonzero() == (2 if role in IN_USE + CACHE else 0)
 
 
+def test_megatron_s_provider_is_made_before_the_processes_know_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed run left is removed by the first process, and so not before one knows that it is that."""
+    made, left = as_megatron_s("qwen3", tmp_path / "source"), tmp_path / "out.partial" / "0 of 2.safetensors"
+    left.parent.mkdir()
+    left.touch()
+    providers = [api.recorded_provider(lambda: made, tmp_path / "out", passes=1) for _ in range(2)]
+    for rank, provider in zip((1, 0), providers, strict=True):
+        monkeypatch.setattr(rank_files, "_here", lambda rank=rank: (rank, 2))
+        assert left.exists()
+        provider()
+    assert not left.exists()
+
+
 def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path: Path) -> None:
     """Of q, k and v the largest of each row, as one GEMM of them would have recorded."""
     model, recipe = llama.live(), DelayedScaling(amax_history_len=4)

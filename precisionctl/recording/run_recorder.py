@@ -34,7 +34,7 @@ class RunRecorder:
     recorded. After `passes` of these, the file is written and the hooks are gone; without a number, `finish` does that.
     Of several processes each records its own; the last to finish writes the file of all.
 
-    Raises RecipeError for a recipe that keeps no state, DestinationExists if something is at `out`.
+    Raises RecipeError for a recipe that keeps no state.
     """
 
     iteration: int | None = None
@@ -56,7 +56,6 @@ class RunRecorder:
                 do="Choose a recipe with precision.scaling=delayed.",
             )
         self.out, self._every, self._passes = Path(out), every, passes
-        begin(Output(self.out))
         self._seen = self._recorded = 0
         self._recording = False
         self._mask: Tensor | None = None
@@ -71,7 +70,9 @@ class RunRecorder:
     def attach(self, model: nn.Module) -> None:
         """Record a model of transformers or Megatron-Core, in DDP or not; of a model in several parts, as pipelines
         have them, each in turn. Raises UnknownArchitecture, PrecisionError, and as `make_plan` for a model that is not
-        what its config says."""
+        what its config says; DestinationExists if something is at `out`, and as `begin`."""
+        if not self.models:  # not before: torch.distributed, which may begin late, says which process makes way
+            begin(Output(self.out))
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
         sites = find_sites(model, self.precision)
