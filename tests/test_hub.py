@@ -3,13 +3,15 @@
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
+import local_hub
 import pico
 import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
-from local_hub import LocalHub, local_hub
+from local_hub import LocalHub
 
 from precisionctl import api
 from precisionctl.checkpoints.hub import HubName, needed
@@ -37,7 +39,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(name)
     (model / "precisionctl" / "fp8_state.safetensors").unlink()
-    with local_hub(folder) as hub:
+    with local_hub.local_hub(folder) as hub:
         yield hub
 
 
@@ -64,6 +66,26 @@ def test_what_a_checkpoint_is_read_from_comes_and_nothing_else(hub: LocalHub) ->
     assert checkpoint.model.num_layers == 2 and checkpoint["model.norm.weight"].shape == (64,)
     hub.fetched.clear()
     assert api.download("org/model") == found == api.download("org/model@v1.0") and not hub.fetched
+
+
+def test_a_branch_that_moves_between_list_and_download_is_listed_again(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, moving, commit = huggingface_hub.HfApi.model_info, hub.folder / "org" / "moving", "d" * 40
+    moving.mkdir()
+    (moving / "model.safetensors").touch()
+
+    def then_move(*arguments: Any, **named: Any) -> Any:
+        found = listed(*arguments, **named)
+        if local_hub.COMMIT != commit:
+            (moving / "model.safetensors").rename(moving / "model-00001-of-00001.safetensors")
+            monkeypatch.setattr(local_hub, "COMMIT", commit)
+            monkeypatch.setattr(local_hub, "REVISIONS", ("main", commit))
+        return found
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", then_move)
+    found = api.download("org/moving")
+    assert found.name == commit and [file.name for file in found.iterdir()] == ["model-00001-of-00001.safetensors"]
 
 
 def test_pickles_come_only_where_there_is_nothing_else() -> None:

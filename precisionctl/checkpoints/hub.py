@@ -73,12 +73,15 @@ class HubName:
 
         try:
             try:
-                info = HfApi().model_info(self.repo, revision=self.revision)
-                patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
                 bar = tqdm if progress else Silent
-                return Path(
-                    snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
-                )
+                while True:
+                    info = HfApi().model_info(self.repo, revision=self.revision)
+                    patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
+                    found = Path(
+                        snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
+                    )
+                    if found.name == (info.sha or found.name):  # else the branch moved between the two
+                        return found
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
