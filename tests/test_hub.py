@@ -1,7 +1,8 @@
 """Checkpoints by their name on the Hub: what is downloaded, from a server on this machine, and what errors say."""
 
 import errno
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 from local_hub import LocalHub
 
 from precisionctl import api
+from precisionctl.checkpoints import hub as hub_module
 from precisionctl.checkpoints.hub import HubName, needed
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
@@ -172,6 +174,24 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(DiskProblem, match="no room.*HF_HOME"):
+        api.download("org/model")
+
+
+def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raises(error: Exception) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise error
+
+        return call
+
+    with monkeypatch.context() as ours:
+        ours.setattr(hub_module, "needed", raises(ValueError("of ours")))
+        with pytest.raises(ValueError, match="of ours"):
+            api.download("org/model")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
+    with pytest.raises(EnvironmentProblem, match="the download failed: no JSON"):
         api.download("org/model")
 
 
