@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data import load_rows
+from precisionctl.trainer.data import load_rows, megatron
 from precisionctl.trainer.data.megatron import HEADER, prefix_of
 
 with warnings.catch_warnings():
@@ -89,6 +89,15 @@ def test_nothing_is_copied_and_the_look_through_is_kept(tmp_path: Path) -> None:
     kept.write_text(kept.read_text().replace('"largest": 8', '"largest": 77'))
     assert load_rows(prefix, tokenizer(), 3, cache=tmp_path / "cache").largest == 77
     assert isinstance(first.tokens.base, np.memmap) or isinstance(first.tokens, np.memmap)
+
+
+def test_where_learning_begins_in_each_document_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write(tmp_path / "x", SMALL)
+    Path(f"{prefix}.learned").write_bytes(bytes([0, 1, 0, 1, 0, 0, 0]))  # nothing predicts a document's first token
+    for _ in range(2):
+        samples = megatron.load(prefix, tokenizer(), tmp_path / "cache").samples
+        assert samples and samples.first_target.tolist() == [1, 4]
+        monkeypatch.delattr(megatron, "_first_targets", raising=False)
 
 
 def edited(file: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import Tokenizer
-from precisionctl.trainer.data.store import About, Samples, Tokens, cached_folder, key_of
+from precisionctl.trainer.data.store import FIRST, About, Samples, Tokens, cached_folder, key_of, mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -34,15 +34,15 @@ _AT_ONCE = 1 << 20
 def prefix_of(path: Path) -> Path | None:
     """The path without `.bin` or `.idx`, if `path` is one of the two or that path itself; None for other data. Raises
     DataError if one of the two is missing."""
-    if path.suffix in (".bin", ".idx") and with_suffix(path.with_suffix(""), ".idx").is_file():
+    if path.suffix in (BIN, IDX) and with_suffix(path.with_suffix(""), IDX).is_file():
         prefix = path.with_suffix("")
-    elif not path.exists() and with_suffix(path, ".idx").is_file():
+    elif not path.exists() and with_suffix(path, IDX).is_file():
         prefix = path
-    elif path.suffix == ".bin":
+    elif path.suffix == BIN:
         raise DataError("the .idx beside Megatron's .bin is missing", where=path)
     else:
         return None
-    if not with_suffix(prefix, ".bin").is_file():
+    if not with_suffix(prefix, BIN).is_file():
         raise DataError("the .bin beside Megatron's .idx is missing", where=prefix)
     return prefix
 
@@ -50,8 +50,8 @@ def prefix_of(path: Path) -> Path | None:
 def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
     """The token ids in `.bin`, memory-mapped; as in Megatron, nothing is inserted between documents.
 
-    They are read once, for the largest id and a hash, which are kept in `cache`. Raises DataError for files that are
-    damaged, have images (sequences with modes), or negative ids.
+    They are read once, for the largest id, a hash and first targets, which are kept in `cache`. Raises DataError for
+    files that are damaged, have images (sequences with modes), or negative ids.
     """
     index, data, mask = (with_suffix(prefix, suffix) for suffix in (IDX, BIN, LEARNED))
     files = [index, data, *([mask] if mask.exists() else [])]
@@ -61,10 +61,11 @@ def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
         if learned is not None and len(learned) != len(ids):
             raise DataError(f"{len(learned)} bytes, and its .bin has {len(ids)} tokens", where=mask)
         build = partial(_look_through, ids=ids, ends=document_ends, learned=learned, tokenizer=tokenizer, data=data)
-        with cached_folder(cache, key_of(files, tokenizer), build) as (_, about):
+        with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
             if learned is None:
                 return Tokens(ids, about)
-            return Tokens(ids, about, Samples(learned, document_ends, _first_targets(learned, document_ends)))
+            first = mapped(folder / FIRST, np.dtype(np.int64), len(document_ends))
+            return Tokens(ids, about, Samples(learned, document_ends, first))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=prefix) from None
 
@@ -138,7 +139,7 @@ def write_index(path: Path, lengths: NDArray[np.int32], code: int) -> None:
 
 
 def _look_through(
-    _: Path,
+    folder: Path,
     *,
     ids: NDArray[Any],
     ends: NDArray[np.int64],
@@ -147,7 +148,7 @@ def _look_through(
     data: Path,
 ) -> About:
     """Read all ids once: their hash, the largest, and whether documents end in the end-of-text token; and what is to be
-    learned."""
+    learned, of which the first targets go into `folder`."""
     end = tokenizer.end
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
     for start in range(0, len(ids), _AT_ONCE):
@@ -158,6 +159,7 @@ def _look_through(
         digest.update(np.ascontiguousarray(piece).data)
     if learned is not None:
         digest.update(learned.data)
+        _first_targets(learned, ends).tofile(folder / FIRST)
         return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())

@@ -21,7 +21,7 @@ from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
-VERSION = 2
+VERSION = 3
 """The version of a folder's format; tokens of another version are made anew."""
 
 OnTokens = Callable[[int], None]
@@ -73,11 +73,11 @@ def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: O
         return _write(folder, tokenize(records(files), [tokenizer]), tokenizer.end, on_tokens)
 
     with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
-        ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
+        ids = mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
         if about.samples is None:
             return Tokens(ids, about)
-        learned = _mapped(folder / LEARNED, np.dtype(np.bool_), about.tokens)
-        ends, first = (_mapped(folder / name, np.dtype(np.int64), about.samples) for name in (ENDS, FIRST))
+        learned = mapped(folder / LEARNED, np.dtype(np.bool_), about.tokens)
+        ends, first = (mapped(folder / name, np.dtype(np.int64), about.samples) for name in (ENDS, FIRST))
         return Tokens(ids, about, Samples(learned, ends, first))
 
 
@@ -163,7 +163,8 @@ def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTo
     return About(count, None if learns_all else number, largest, whole.hexdigest(), end, notes)
 
 
-def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """A file of `count` values. Raises DataError if it has another number."""
     if not (file.is_file() and file.stat().st_size == count * dtype.itemsize):
         raise _damaged(file, f"not {count} of {dtype}")
     return np.memmap(file, dtype, "r") if count else np.empty(0, dtype)
