@@ -20,6 +20,7 @@ from precisionctl.fp8.state import Fp8State, Fp8States
 _LEFT = re.compile(r"\d+ of \d+\.safetensors|.+\.new")
 """Files that a run may have left: parts, and what was being written."""
 _EXPERT = re.compile(r"(.+)\[(\d+)\]")
+"""As `key_of` writes it."""
 
 
 def begin(output: Output) -> None:
@@ -64,6 +65,11 @@ def write_part(output: Output, states: Fp8States) -> None:
 
 def _merging(output: Output) -> Path:
     return output.partial.with_name(f"{output.path.name}.merging")
+
+
+def key_of(module: str, expert: int | None) -> str:
+    """The name in a part of the state of a module, or of one expert in it."""
+    return module if expert is None else f"{module}[{expert}]"
 
 
 def merged(parts: Iterable[Fp8States]) -> Fp8States:

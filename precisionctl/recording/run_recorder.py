@@ -21,7 +21,7 @@ from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, R
 from precisionctl.recipe import load_recipe
 from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
 from precisionctl.recording.live_weights import digest_of
-from precisionctl.recording.rank_files import begin, write_part
+from precisionctl.recording.rank_files import begin, key_of, write_part
 from precisionctl.recording.watched_attention import watch_attention
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.start import CALIBRATED
@@ -125,7 +125,7 @@ class RunRecorder:
             if module is site.linears[0] and site.normed is None:
                 self._record(site, "input", args[0], args, self._mask_of(args[0]))
             for expert, weight in _weights(module, site):
-                self._take(_key(site.name, expert), "weight", _amax(weight).bfloat16())
+                self._take(key_of(site.name, expert), "weight", _amax(weight).bfloat16())
 
         def norm_before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self._recording and torch.is_grad_enabled() and not _keeps_state(site.linears[0]):
@@ -133,7 +133,7 @@ class RunRecorder:
                 with torch.no_grad():
                     tokens = args[0].detach().flatten(0, -2)
                     amax = _normed_amax(site.normed, tokens, self._mask_of(tokens))
-                self._take(_key(site.name, site.expert), "input", amax)
+                self._take(key_of(site.name, site.expert), "input", amax)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             out = out[0] if isinstance(out, tuple) else out
@@ -156,9 +156,9 @@ class RunRecorder:
         """Record tokens `[..., features]` that go into a GEMM or, as gradients, come out of it."""
         if site.experts:
             for expert, part in zip(site.experts, torch.split(values, [int(count) for count in args[1]]), strict=True):
-                self._take(_key(site.name, expert), role, _amax(part))
+                self._take(key_of(site.name, expert), role, _amax(part))
         else:
-            self._take(_key(site.name, site.expert), role, _amax(values, mask))
+            self._take(key_of(site.name, site.expert), role, _amax(values, mask))
 
     def _record_cache(self, name: str, key: Tensor, value: Tensor) -> None:
         if self._recording and torch.is_grad_enabled():
@@ -194,7 +194,7 @@ class RunRecorder:
         recipe = self.precision.delayed
         found = self._recorder.states() if self._recorder else {}
         for site in self._gemms:
-            keys = [_key(site.name, expert) for expert in site.experts or (site.expert,)]
+            keys = [key_of(site.name, expert) for expert in site.experts or (site.expert,)]
             own = [_own_state(linear, site, recipe) for linear in site.linears if _keeps_state(linear)]
             if own:
                 merged = Fp8State.merge(own)
@@ -205,10 +205,6 @@ class RunRecorder:
         return Fp8States(
             recipe, found, producer=CALIBRATED, iteration=self.iteration, of_weights=digest_of(self.models[0])
         )
-
-
-def _key(module: str, expert: int | None) -> str:
-    return module if expert is None else f"{module}[{expert}]"
 
 
 def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
