@@ -48,7 +48,9 @@ OPTIMIZER = "precisionctl_optimizer/shard_0_1"
 """Key of the optimizer's state that Megatron has no tensors for."""
 
 _WITHOUT = "Use --skip optimizer, or --load weights."
-_BY_MEGATRON = "`precisionctl convert CKPT RUN --to megatron` brings another trainer's optimizer along; then resume RUN."
+_BY_MEGATRON = (
+    "`precisionctl convert CKPT RUN --to megatron` brings another trainer's optimizer along; then resume RUN."
+)
 
 
 def what_to_load(source: Reader, load: Load | None, skip: Collection[StatePart]) -> tuple[Load, frozenset[StatePart]]:
