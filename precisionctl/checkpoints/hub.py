@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import escape
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class HubName:
         if the Hub cannot be reached, DiskProblem for a full disk.
         """
         from huggingface_hub import HfApi, errors, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
@@ -73,12 +74,15 @@ class HubName:
 
         try:
             try:
-                info = HfApi().model_info(self.repo, revision=self.revision)
-                patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
                 bar = tqdm if progress else Silent
-                return Path(
-                    snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
-                )
+                while True:
+                    info = HfApi().model_info(self.repo, revision=self.revision)
+                    patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
+                    found = Path(
+                        snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
+                    )
+                    if found.name == (info.sha or found.name):  # else the branch moved between the two
+                        return found
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
@@ -87,7 +91,12 @@ class HubName:
                 return Path(
                     snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
                 )
-        except (HTTPError, OSError, ValueError) as error:
+        except (
+            HTTPError,
+            OSError,
+            HFValidationError,
+            JSONDecodeError,
+        ) as error:  # no JSON: HF_ENDPOINT is another server
             raise self._in_our_words(error) from error
 
     def _in_our_words(self, error: Exception) -> PrecisionctlError:
