@@ -191,7 +191,7 @@ def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_
         with pytest.raises(ValueError, match="of ours"):
             api.download("org/model")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
-    with pytest.raises(EnvironmentProblem, match="the download failed: no JSON"):
+    with pytest.raises(EnvironmentProblem, match="the answer is none of the Hub's: no JSON"):
         api.download("org/model")
 
 
@@ -216,3 +216,11 @@ def test_every_argument_that_is_a_checkpoint_may_be_a_name() -> None:
         name for name, command in main.commands.items() for parameter in command.params if parameter.type is CHECKPOINT
     }
     assert sources == main.commands.keys() - {"compare", "demo", "completion"}
+
+
+@pytest.mark.parametrize("sha", [None, "../../../elsewhere", "main"])
+def test_a_commit_whose_name_is_none_is_not_made_a_directory(monkeypatch: pytest.MonkeyPatch, sha: str | None) -> None:
+    answer = huggingface_hub.hf_api.ModelInfo(id="org/name", sha=sha, siblings=[{"rfilename": "model.safetensors"}])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: answer)
+    with pytest.raises(EnvironmentProblem, match="none of the Hub's"):
+        HubName("org/name").download()

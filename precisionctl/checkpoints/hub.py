@@ -75,14 +75,17 @@ class HubName:
         try:
             try:
                 bar = tqdm if progress else Silent
-                while True:
+                for _ in range(3):
                     info = HfApi().model_info(self.repo, revision=self.revision)
+                    if not re.fullmatch("[0-9a-f]{40}", info.sha or ""):  # it becomes the name of a directory
+                        raise TypeError("its commit has no name")
                     patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
                     found = Path(
                         snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
                     )
-                    if found.name == (info.sha or found.name):  # else the branch moved between the two
+                    if found.name == info.sha:  # else the branch moved between the two
                         return found
+                raise TypeError("its branch moves with each request")
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
@@ -91,12 +94,10 @@ class HubName:
                 return Path(
                     snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
                 )
-        except (
-            HTTPError,
-            OSError,
-            HFValidationError,
-            JSONDecodeError,
-        ) as error:  # no JSON: HF_ENDPOINT is another server
+        except (TypeError, AssertionError, JSONDecodeError) as error:
+            do = "Is HF_ENDPOINT another server?"
+            raise EnvironmentProblem(f"the answer is none of the Hub's: {error}", where=self, do=do) from error
+        except (HTTPError, OSError, HFValidationError) as error:
             raise self._in_our_words(error) from error
 
     def _in_our_words(self, error: Exception) -> PrecisionctlError:
