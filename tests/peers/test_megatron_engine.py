@@ -144,3 +144,13 @@ def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path
     said, _ = started.communicate(timeout=300)
     assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
     assert not list((tmp_path / "core").glob("iter_*"))
+
+
+def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:
+    make_source(tmp_path / "source", rope_parameters=LLAMA_3_1)
+    make_text(tmp_path / "text.txt")
+    left = tmp_path / "core" / "start" / "release"
+    left.mkdir(parents=True)
+    (left / "of another start").touch()
+    finish(start(tmp_path, "core", "--engine", "megatron-core", "--set", "train.steps=2"))
+    assert not list((tmp_path / "core").glob("start*")) and list((tmp_path / "core").glob("iter_*"))
