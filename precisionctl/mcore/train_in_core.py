@@ -23,7 +23,7 @@ from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
-from precisionctl.mcore.without_gpu import on_cpu
+from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer import run_plan
@@ -54,7 +54,7 @@ def resume(
     limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
     until = time.monotonic() + limit
     require_core()
-    with together() as ranks, on_cpu():
+    with together() as ranks, stand_ins():
         recipe = read_recipe(settings)
         check(settings, recipe, ranks.count)
         with core_world(ranks, recipe) as world:
