@@ -1,5 +1,6 @@
 """A run in memory that Megatron-Core trains: stages of its GPTModel under its DistributedDataParallel, its distributed
-optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches."""
+optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches; but that Megatron
+weighs a batch's losses of routers by its tokens, the bundled trainer by its targets."""
 
 import math
 import time
@@ -220,5 +221,6 @@ def _padding_of(stage: Any, padding: Tensor) -> Tensor:
 
     if stage.module.pre_process or not stage.config.sequence_parallel:
         return padding
-    parts = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)
-    return parts[parallel_state.get_tensor_model_parallel_rank()]
+    rank, count = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    part: Tensor = padding.chunk(count, 1)[rank]
+    return part
