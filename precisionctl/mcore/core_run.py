@@ -1,6 +1,6 @@
 """A run in memory that Megatron-Core trains: stages of its GPTModel under its DistributedDataParallel, its distributed
-optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches; but that Megatron
-weighs a batch's losses of routers by its tokens, the bundled trainer by its targets."""
+optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches, but for one
+thing: Megatron weighs routers' losses of a batch by its tokens, the bundled trainer by its targets."""
 
 import math
 import time
