@@ -1,6 +1,7 @@
 """`--engine megatron-core` as far as it can be looked at without starting it, and what it starts from: a run's
 checkpoint, which megatron-core loads whole. tests/peers/test_megatron_engine.py trains."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.conversion.ranks import ALONE
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
-from precisionctl.mcore.core_memory import core_memory
+from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
+from precisionctl.trainer.measure.preflight import require_memory
+from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.settings import Settings
 
@@ -97,6 +102,7 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
         ({"parallel__tensor": 2}, "1 ranks cannot be divided into tensor 2 x pipeline 1"),
         ({"parallel__expert": 2}, "with experts on 2"),
         ({"train__micro_batch_size": 4, "train__batch_size": 6}, "not a multiple"),
+        ({"train__weight_casts": "per-update"}, "only the bundled trainer has train.weight_casts = per-update"),
     ],
     ids=str,
 )
@@ -113,6 +119,31 @@ def test_sizes_must_divide_the_model(place: Path) -> None:
     for sizes, words in (({"pipeline": 3}, "80 layers"), ({"tensor": 3}, "64 attention heads")):
         with pytest.raises(RecipeError, match=f"{words} cannot be divided into 3"):
             train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(**sizes)))
+
+
+def test_groups_of_queries_may_be_fewer_than_tensor_ranks_but_must_divide_them() -> None:
+    model, recipe = from_hf_config(QWEN_3_30B), load_recipe("bf16")  # 4 groups
+    for tensor in (2, 4, 8):
+        train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=tensor)))
+    wide = replace(model, num_query_groups=2, num_attention_heads=6, padded_vocab_size=6)
+    with pytest.raises(RecipeError, match="tensor is 3, and there are 2 groups"):
+        train_in_core.check_model(wide, replace(recipe, parallel=ParallelSettings(tensor=3)))
+
+
+@pytest.mark.parametrize(("passes", "works"), [(1, False), (2, False), (4, True), (6, False), (8, True)])
+def test_stages_interleave_only_with_as_many_passes_as_stages_or_a_multiple(
+    place: Path, passes: int, works: bool
+) -> None:
+    """As forward_backward_pipelining_with_interleaving of megatron-core 0.16.1 asks for."""
+    asked = in_core(place, parallel__pipeline=4, parallel__virtual=2)
+    recipe = load_recipe("bf16")
+    recipe = replace(
+        recipe,
+        parallel=ParallelSettings(pipeline=4, virtual=2),
+        train=replace(recipe.train, batch_size=2 * passes, micro_batch_size=1),
+    )
+    with nullcontext() if works else pytest.raises(RecipeError, match="groups of 4, and an update has"):
+        train_in_core.check(asked, recipe, 8)
 
 
 def test_a_model_that_megatron_core_computes_otherwise_is_left_to_the_bundled_trainer(place: Path) -> None:
@@ -136,6 +167,17 @@ def test_a_dry_run_tells_the_memory_in_megatron_core(place: Path) -> None:
     said = "\n".join(lines_of(train_in_core.dry_run(in_core(place, "dry"))))
     assert "from step 0 to 6" in said and "Memory of each rank" in said
     assert not (place / "dry").exists()
+
+
+def test_what_does_not_fit_into_memory_is_told_with_the_pipeline_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recipe = from_hf_config(LLAMA_3_70B), load_recipe("llama-3-70b-cpt")
+    recipe = replace(recipe, parallel=ParallelSettings(tensor=8, sequence=True))
+    monkeypatch.setattr(core_memory_module, "free_memory", lambda: 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ahead = look_ahead_in_core(model, recipe, "te", 8)
+    assert not ahead.fits and ahead.alternatives == ("32 ranks with parallel.pipeline=4",)
+    with pytest.raises(EnvironmentProblem, match="What would fit: 32 ranks with parallel.pipeline=4"):
+        require_memory(ahead, recipe, World(ALONE))
 
 
 def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> None:

@@ -1,5 +1,8 @@
 """How much memory a run in Megatron-Core takes (docs/memory.md has the arithmetic and what fits where)."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
 from precisionctl.model_shape import ModelShape
@@ -7,7 +10,7 @@ from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory, Parameters, pass_bytes
-from precisionctl.trainer.measure.preflight import Preflight, free_memory
+from precisionctl.trainer.measure.preflight import MOST_RANKS, Preflight, free_memory
 
 
 def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int, gpu: bool = True) -> Memory:
@@ -33,8 +36,26 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
 
 
 def look_ahead_in_core(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-    """As `preflight.look_ahead`, which names changes that would fit."""
-    memory = core_memory(model, recipe, backend, ranks=ranks, gpu=torch.cuda.is_available())
+    """As `preflight.look_ahead`; what would fit is looked for among recomputed layers and more pipeline stages."""
+    gpu, free = torch.cuda.is_available(), free_memory()
+    memory = core_memory(model, recipe, backend, ranks=ranks, gpu=gpu)
+    others = tuple(_fitting(model, recipe, backend, ranks, free, gpu)) if memory.total > free else ()
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
     flops = training_flops(model, [length] * rows)
-    return Preflight(ranks, memory, free_memory(), flops, rows * length, Parameters.of(model).all, ())
+    return Preflight(ranks, memory, free, flops, rows * length, Parameters.of(model).all, others)
+
+
+def _fitting(
+    model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, free: int, gpu: bool
+) -> Iterator[str]:
+    """The smallest change of each kind with which the run fits, in words."""
+    recomputed = replace(recipe, train=replace(recipe.train, recompute="layer"))
+    if core_memory(model, recomputed, backend, ranks=ranks, gpu=gpu).total <= free:
+        yield "train.recompute=layer"
+    sizes, times = recipe.parallel, 2
+    while ranks * times <= MOST_RANKS and model.num_layers % (sizes.pipeline * sizes.virtual * times) == 0:
+        longer = replace(recipe, parallel=replace(sizes, pipeline=sizes.pipeline * times))
+        if core_memory(model, longer, backend, ranks=ranks * times, gpu=gpu).total <= free:
+            yield f"{ranks * times} ranks with parallel.pipeline={sizes.pipeline * times}"
+            return
+        times *= 2

@@ -1,6 +1,6 @@
 """Megatron-Core's GPTModel for a ModelShape: on a GPU of Transformer Engine's layers, without it of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
-from precisionctl.mcore.without_gpu import with_te_names
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
@@ -92,7 +91,7 @@ def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
         layers = block.layer_specs
-        with_te_names(layers, [getattr(layer.submodules.mlp, "module", None) is MoELayer for layer in layers])
+        _with_te_names(layers, [getattr(layer.submodules.mlp, "module", None) is MoELayer for layer in layers])
     later = get_gpt_mtp_block_spec(config, block, te, vp_stage=stage) if model.mtp_num_layers else None
     made = GPTModel(
         config,
@@ -115,6 +114,16 @@ def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -
         first = made.output_layer.output_size_per_partition * parallel_state.get_tensor_model_parallel_rank()
         _leave_out_padding(made.output_layer, model.vocab_size - first)
     return made.to(config.params_dtype)
+
+
+def _with_te_names(layers: Sequence[Any], has_experts: Sequence[bool]) -> None:
+    """Let layers without Transformer Engine store their norms under the names that layers with it have."""
+    for layer, experts in zip(layers, has_experts, strict=True):
+        names = layer.submodules.sharded_state_dict_keys_map
+        if experts:
+            names.pop("pre_mlp_layernorm.", None)
+        else:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
 
 
 def _leave_out_padding(output_layer: torch.nn.Module, tokens: int) -> None:

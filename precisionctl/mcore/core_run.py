@@ -1,5 +1,6 @@
 """A run in memory that Megatron-Core trains: stages of its GPTModel under its DistributedDataParallel, its distributed
-optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches."""
+optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches, but for one
+thing: Megatron weighs routers' losses of a batch by its tokens, the bundled trainer by its targets."""
 
 import math
 import time
@@ -65,12 +66,13 @@ class CoreRun:
         grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.stages = [DistributedDataParallel(config, grads, stage) for stage in made]
         _check_buckets(self.stages)
-        rates = self.schedule or recipe
+        schedule = self.schedule
+        lr, min_lr = (schedule.max_lr, schedule.min_lr) if schedule else (settings.lr, recipe.min_lr)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=self.schedule.max_lr if self.schedule else settings.lr,
-                min_lr=rates.min_lr,
+                lr=lr,
+                min_lr=min_lr,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
@@ -95,7 +97,15 @@ class CoreRun:
     def update(self) -> StepMetrics:
         """One optimizer step, on all ranks together; it changes nothing, but counts, if loss or norm is not finite.
         Raises as `SkippedSteps.count`."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         begun, batches, rate = time.perf_counter(), self.feed.batches(self.position), self.learning_rate(self.step + 1)
+        biases = [
+            (buffer, buffer.clone())
+            for stage in self.stages
+            for name, buffer in stage.named_buffers()
+            if name.endswith(".expert_bias")
+        ]
         total, targets = self._accumulate_gradients(batches)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate, group["wd_mult"] * self.recipe.optimizer.weight_decay
@@ -104,6 +114,9 @@ class CoreRun:
         if math.isfinite(total) and math.isfinite(norm):
             self.optimizer.step()
             self.updates += 1
+        else:  # Megatron has moved them with the gradients
+            for bias, before in biases:
+                bias.copy_(before)
         self.step += 1
         self.position += self.recipe.train.batch_size
         loss = total / targets
@@ -148,14 +161,16 @@ class CoreRun:
         return total, int(targets)
 
     def _cost(self, batches: Sequence[Batch]) -> PendingStepCost:
-        """What the host knows of an update's cost: ranks with one row of data share its FLOPs."""
-        flops = training_flops(self.model, [length for batch in batches for length in batch.lengths])
+        """What the host knows of an update's cost. All ranks share the FLOPs of all rows, each of which several may
+        have."""
+        here = training_flops(self.model, [length for batch in batches for length in batch.lengths])
+        copies = self.world.count // self.world.data_count
+        flops = float(self.world.all_reduce_sum(torch.tensor(here, dtype=torch.float64))) / copies
         cuda = self.device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated() if cuda else 0
         gpu_bytes, most = self.world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
-        each = float(flops) * self.world.data_count / self.world.count
         peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
-        return PendingStepCost(each, peak, gpu_bytes if cuda else None, most)
+        return PendingStepCost(flops / self.world.count, peak, gpu_bytes if cuda else None, most)
 
 
 def _check_buckets(stages: Sequence[Any]) -> None:
@@ -174,19 +189,38 @@ def _check_buckets(stages: Sequence[Any]) -> None:
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """A micro-batch through a stage, and what makes of the last stage's losses `[rows, length]` their sum and the
     number of targets, by which Megatron divides gradients. Rows are padded at the right, where causal attention does
-    not look, so they need no mask."""
+    not look; routers are told, so that they do not count it."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = next(batches)
     rows, length = batch.tokens.shape
-    parts = {"tokens": batch.tokens, "labels": batch.labels}
+    parts = {"tokens": batch.tokens, "labels": batch.labels, "padding": ~batch.padding_mask}
     parts["positions"] = torch.arange(length, device=batch.tokens.device).expand(rows, length)
     parts = get_batch_on_this_cp_rank(parts)
     learned = parts["labels"] != IGNORED
-    losses = stage(parts["tokens"], parts["positions"], None, labels=parts["labels"].where(learned, 0))
+    losses = stage(
+        parts["tokens"],
+        parts["positions"],
+        None,
+        labels=parts["labels"].where(learned, 0),
+        loss_mask=learned.float(),
+        padding_mask=_padding_of(stage, parts["padding"]),
+    )
 
     def summed(losses: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         total, targets = (losses.float() * learned).sum(), learned.sum()
         return total, targets.int(), (total.detach(), targets)
 
     return losses, summed
+
+
+def _padding_of(stage: Any, padding: Tensor) -> Tensor:
+    """`padding`, True there, `[rows, length]`, as this stage wants it: 0.16.1 divides it among ranks with sequence
+    parallelism on the first stage alone (gpt_model.py: _preprocess)."""
+    from megatron.core import parallel_state
+
+    if stage.module.pre_process or not stage.config.sequence_parallel:
+        return padding
+    rank, count = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    part: Tensor = padding.chunk(count, 1)[rank]
+    return part

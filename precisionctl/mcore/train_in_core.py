@@ -1,14 +1,14 @@
 """`resume --engine megatron-core`: the same command, recipe, data and folder as the bundled trainer's, trained by
 Megatron-Core with tensor, pipeline, context and expert parallelism."""
 
-import hashlib
-import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
@@ -23,15 +23,15 @@ from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
-from precisionctl.mcore.without_gpu import on_cpu
+from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer import run_plan
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.data import OnTokens
+from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space
+from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
@@ -54,7 +54,7 @@ def resume(
     limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
     until = time.monotonic() + limit
     require_core()
-    with together() as ranks, on_cpu():
+    with together() as ranks, stand_ins():
         recipe = read_recipe(settings)
         check(settings, recipe, ranks.count)
         with core_world(ranks, recipe) as world:
@@ -109,6 +109,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "data.held_out": bool(recipe.data.held_out),
         "data.packing": recipe.data.packing,
         "train.graphs": recipe.train.graphs,
+        "train.weight_casts = per-update": recipe.train.weight_casts == "per-update",
         "optimizer.preset = fp8-lm": recipe.optimizer.preset != "adamw",
         "parallel.replicate": recipe.parallel.replicate != 1,
         "parallel.gather": recipe.parallel.gather != "per-pass",
@@ -132,6 +133,12 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
             f"{recipe.train.micro_batch_size} rows",
             do=f"Choose a multiple of {ranks // each * recipe.train.micro_batch_size}.",
         )
+    passes = recipe.train.batch_size // (ranks // each * recipe.train.micro_batch_size)
+    if sizes.virtual > 1 and passes % sizes.pipeline:
+        raise RecipeError(
+            f"stages that interleave take passes in groups of {sizes.pipeline}, and an update has {passes}",
+            do=f"Choose train.batch_size or train.micro_batch_size for a multiple of {sizes.pipeline} passes.",
+        )
 
 
 def check_model(model: ModelShape, recipe: Recipe) -> None:
@@ -152,6 +159,11 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
     for what, (number, ways) in divided.items():
         if number % ways:
             raise RecipeError(f"{number} {what} cannot be divided into {ways}", do="Choose other [parallel] sizes.")
+    if model.num_query_groups % sizes.tensor and sizes.tensor % model.num_query_groups:
+        raise RecipeError(
+            f"parallel.tensor is {sizes.tensor}, and there are {model.num_query_groups} groups of queries",
+            do="One must divide the other: choose another parallel.tensor.",
+        )
 
 
 def check_balance(balance: Balance) -> None:
@@ -174,22 +186,25 @@ def _train(
 ) -> Finished:
     """Go on from the newest iteration in the run's folder, else from the source, to the recipe's last step."""
     recipe = replace(plan.recipe, precision=plan.recipe.precision.of_layers(plan.model.num_layers))
+    ahead = look_ahead_in_core(plan.model, recipe, plan.backend, ranks.count)
+    memory_notes = require_memory(ahead, recipe, world)
     disk = require_disk_space(checkpoint_bytes(plan.source), recipe.train, plan.out)
     sizes = recipe.parallel
     rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
     identity = plan.identity_with(rows.fingerprint)
     newest = run_folder.newest(plan.out)
+    begin = None if newest else _convert_source(plan, rows, ranks, world)
     run = CoreRun(recipe, plan.model, rows, world, plan.schedule, plan.balance, te=plan.backend == "te")
     if newest:
         _continue(run, newest, identity, plan)
-    else:
-        _start(run, identity, plan, ranks)
+    if begin:
+        _start(run, begin)
     with ExitStack() as stack:
         log: MetricsLog | None = None
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
-            notes = (*_notes(plan, ranks.count), *rows.notes, *log.notes)
+            notes = (*memory_notes, *_notes(plan, ranks.count), *rows.notes, *log.notes)
             said = (plan.load, plan.skipped, plan.backend, disk)
             on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
@@ -216,20 +231,41 @@ def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any]
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
 
-def _start(run: CoreRun, identity: Mapping[str, Any], plan: RunPlan, ranks: Ranks) -> None:
-    """Load the source, which is first converted into the run's folder, as Megatron-Core reads one container alone, and
-    each of its optimizers its own layout of it."""
-    of_run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    source, skipped, folder = plan.source, plan.skipped, plan.out / f"start-{of_run}"
+@dataclass(frozen=True)
+class _Begin:
+    """Where a new run begins: the source, converted into `folder`, and after how many optimizer `updates` (None: from
+    the weights alone), at which step and position in the data."""
+
+    folder: Path
+    updates: int | None
+    step: int
+    position: int
+
+
+def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: CoreWorld) -> _Begin:
+    """Convert the source into the run's folder, as Megatron-Core reads one container alone, and each of its optimizers
+    its own layout of it. To be called before the model takes memory; what a killed run left there is made anew."""
+    source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
+    step, position = loading.start_of(source, skipped, plan.recipe, rows)
     updates = loading.updates(source) if "optimizer" not in skipped and loading.has_optimizer(source) else None
-    if not folder.exists():
-        made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
-        if plan.recipe.precision.fp8:
-            made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
-        execute(plan_command(made), ranks=ranks)
-    run.step, run.position = loading.start_of(source, skipped, run.recipe, run.rows)
+    if world.first:
+        shutil.rmtree(folder, ignore_errors=True)
+    world.barrier()
+    made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
+    if plan.recipe.precision.fp8:
+        made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
+    execute(plan_command(made), restart=True, ranks=ranks)
+    world.barrier()
+    return _Begin(folder, updates, step, position)
+
+
+def _start(run: CoreRun, begin: _Begin) -> None:
+    """Load the converted source, and remove it: the first checkpoint takes its room."""
+    core_checkpoint.load(run, TorchDistReader(begin.folder).path, begin.updates)
+    run.step, run.position = begin.step, begin.position
     run.world.barrier()
-    core_checkpoint.load(run, TorchDistReader(folder).path, updates)
+    if run.world.first:
+        shutil.rmtree(begin.folder)
 
 
 def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:

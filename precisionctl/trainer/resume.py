@@ -25,7 +25,13 @@ from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, train
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import DiskSpace, checkpoint_bytes, require_disk_space, require_memory
+from precisionctl.trainer.measure.preflight import (
+    DiskSpace,
+    checkpoint_bytes,
+    look_ahead,
+    require_disk_space,
+    require_memory,
+)
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
@@ -130,7 +136,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     """Check memory and disk, and read the data. Raises EnvironmentProblem if the run does not fit into memory,
     DiskProblem if its checkpoints do not fit on the disk, and as `read_rows`."""
     recipe, source = plan.recipe, plan.source
-    memory_notes = require_memory(plan.model, recipe, plan.backend, world)
+    memory_notes = require_memory(look_ahead(plan.model, recipe, plan.backend, world.count), recipe, world)
     each = checkpoint_bytes(source)
     require_disk_space(each, recipe.train, plan.out)  # before the data is tokenized, which may take long
 

@@ -13,7 +13,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import core_world
-from precisionctl.mcore.without_gpu import on_cpu
+from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.trainer.loop import update
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -25,11 +25,27 @@ from precisionctl.trainer.saved import loading
 from precisionctl.trainer.settings import Settings, read_recipe
 
 
+def skip_one(run: CoreRun) -> None:
+    """An update whose loss is not finite, which must leave everything as it is."""
+    state = run.stages[0].module.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    next(iter(tensors.values()))[:] = torch.nan
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert run.update().skipped == 1
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
+
+
 def main(folder: Path, keys: list[str]) -> None:
     settings = Settings(
-        folder / "source", "bf16", folder / "text.txt", folder / "run", overrides=tuple(keys), engine="megatron-core"
+        folder / "source",
+        "bf16",
+        next(folder.glob("text.*")),
+        folder / "run",
+        overrides=tuple(keys),
+        engine="megatron-core",
     )
-    with together() as ranks, on_cpu():
+    with together() as ranks, stand_ins():
         recipe = read_recipe(settings)
         with core_world(ranks, recipe) as world:
             plan = plan_run(settings, recipe, ranks.count)
@@ -39,6 +55,7 @@ def main(folder: Path, keys: list[str]) -> None:
             run = CoreRun(recipe, plan.model, rows, world, None, plan.balance, te=False, dtype=torch.float32)
             core_checkpoint.load(run, folder / "start" / "release", None)
             core = [run.update().loss for _ in range(recipe.train.steps)]
+            skip_one(run)
     if ranks.first:
         model = GPT(plan.model, recipe.precision, "emulated", torch.float32, balance=plan.balance)
         bundled = Run(recipe, model, MasterAdamW(model, recipe.optimizer), rows)

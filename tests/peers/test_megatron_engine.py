@@ -3,6 +3,7 @@ but for rounding, from the same command on the same folder. What is printed is i
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversations import write_rows
 from judges import LLAMA_3_1
-from training import make_source, make_text
+from training import WORDS, make_source, make_text
 
 STEPS, FROM, KILLED, BACK = 60, 10, 34, 40
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -113,6 +115,34 @@ def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tm
     assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
 
 
+def in_fp32(place: Path, keys: Mapping[str, Any], ranks: int) -> tuple[list[float], list[float]]:
+    """The losses of the bundled trainer and of Megatron-Core."""
+    program = [Path(__file__).with_name("core_in_fp32.py"), place, *(f"{key}={value}" for key, value in keys.items())]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, *torchrun, *program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-9000:]
+    expected, core = json.loads((place / "losses.json").read_text())
+    return expected, core
+
+
+def test_padding_of_conversations_does_not_count_as_load_of_experts(tmp_path: Path) -> None:
+    """Their biases move after each update, and with them what the next one computes."""
+    make_source(tmp_path / "source", family="glm4-moe")
+    pick = random.Random(0)
+    talks = [" ".join(pick.choices(WORDS, k=pick.randrange(1, 24))) for _ in range(200)]
+    write_rows(
+        tmp_path / "text.jsonl",
+        [
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
+            for answer in talks
+        ],
+    )
+    keys = RECIPE | {"train.steps": 30, "router.bias_update_rate": 0.05, "parallel.expert": 2}
+    expected, core = in_fp32(tmp_path, keys, ranks=2)
+    assert core == pytest.approx(expected, rel=2e-6)
+
+
 @pytest.mark.parametrize("case", ["dense", "biases", "experts"])
 def test_in_fp32_both_engines_make_the_same_losses_to_their_last_bits(tmp_path: Path, case: str) -> None:
     family, changes, sizes = CASES[case]
@@ -121,16 +151,7 @@ def test_in_fp32_both_engines_make_the_same_losses_to_their_last_bits(tmp_path: 
     _, ranks = by_core(sizes)
     keys = RECIPE | {"train.steps": 30} | (BALANCE if case == "experts" else {})
     keys |= {f"parallel.{name}": size for name, size in sizes.items()}
-    program = [
-        Path(__file__).with_name("core_in_fp32.py"),
-        tmp_path,
-        *(f"{key}={value}" for key, value in keys.items()),
-    ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, *torchrun, *program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    expected, core = json.loads((tmp_path / "losses.json").read_text())
+    expected, core = in_fp32(tmp_path, keys, ranks)
     print(f"{case} in FP32: differ by at most {max(abs(a - b) for a, b in zip(expected, core, strict=True))}")
     assert core == pytest.approx(expected, rel=2e-6) and expected[-1] < expected[0] - 1
 
@@ -144,3 +165,13 @@ def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path
     said, _ = started.communicate(timeout=300)
     assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
     assert not list((tmp_path / "core").glob("iter_*"))
+
+
+def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:
+    make_source(tmp_path / "source", rope_parameters=LLAMA_3_1)
+    make_text(tmp_path / "text.txt")
+    left = tmp_path / "core" / "start" / "release"
+    left.mkdir(parents=True)
+    (left / "of another start").touch()
+    finish(start(tmp_path, "core", "--engine", "megatron-core", "--set", "train.steps=2"))
+    assert not list((tmp_path / "core").glob("start*")) and list((tmp_path / "core").glob("iter_*"))

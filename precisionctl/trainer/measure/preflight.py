@@ -56,10 +56,9 @@ def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: i
     return Preflight(ranks, memory, free, flops, rows * length, Parameters.of(model).all, others)
 
 
-def require_memory(model: ModelShape, recipe: Recipe, backend: BackendName, world: World) -> tuple[str, ...]:
+def require_memory(ahead: Preflight, recipe: Recipe, world: World) -> tuple[str, ...]:
     """Raise EnvironmentProblem, naming what would fit, if a run does not fit into some rank's memory; with
     `train.memory_check = "warn"` return that as a note."""
-    ahead = look_ahead(model, recipe, backend, world.count)
     needed = ahead.memory.total
     short = int(world.all_reduce_max(torch.tensor(needed - ahead.free)))
     if short <= 0:

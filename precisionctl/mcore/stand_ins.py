@@ -1,8 +1,9 @@
-"""megatron-core 0.16 and later without a GPU and without Transformer Engine: stand-ins for the few calls that ask for
-either on the ways taken here, so that a run can be tried, and proved, on CPUs with gloo."""
+"""Stand-ins for calls of megatron-core 0.16 and later: for those that ask for a GPU or Transformer Engine on the ways
+taken here, so that a run can be tried, and proved, on CPUs with gloo; and for two that are wrong anywhere."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,16 +33,36 @@ class _NoStream:
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """A context in which megatron-core trains on a CPU, and anywhere with PyTorch's Adam. The stand-ins stay in the
-    process."""
-    from megatron.core.optimizer import distrib_optimizer
-
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
+def stand_ins() -> Iterator[None]:
+    """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. Most stand-ins stay
+    in the process."""
+    _mend()
     if torch.cuda.is_available():
         yield
         return
+    _stand_in_for_cuda()
+    with _CudaToCpu():
+        yield
+
+
+@cache
+def _mend() -> None:
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
+    count_loads = TopKRouter._apply_expert_bias
+
+    def without_padding(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """0.16.1 does not broadcast the mask, `[tokens]`, True at padding, to `routing_map`, `[tokens, experts]`."""
+        count_loads(self, routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+    TopKRouter._apply_expert_bias = without_padding
+
+
+@cache
+def _stand_in_for_cuda() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -62,8 +83,6 @@ def on_cpu() -> Iterator[None]:
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
-    with _CudaToCpu():
-        yield
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -88,13 +107,3 @@ def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
         return sharded(self, *arguments, **named)
 
     distributed._set_main_param_and_optimizer_states, distributed.sharded_state_dict = with_step, with_state
-
-
-def with_te_names(layers: Sequence[Any], has_experts: Sequence[bool]) -> None:
-    """Let layers without Transformer Engine store their norms under the names that layers with it have."""
-    for layer, experts in zip(layers, has_experts, strict=True):
-        names = layer.submodules.sharded_state_dict_keys_map
-        if experts:
-            names.pop("pre_mlp_layernorm.", None)
-        else:
-            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
