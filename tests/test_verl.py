@@ -128,6 +128,15 @@ def test_files_that_are_not_of_one_checkpoint_are_refused(tmp_path: Path, spoil:
         open_checkpoint(path)
 
 
+def test_a_link_to_files_of_another_directory_is_refused(tmp_path: Path) -> None:
+    path, _ = actor(tmp_path, "llama-3", 1)
+    (path / "huggingface").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "LICENSE").write_text("a secret")
+    (path / "huggingface").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="huggingface.*leads out|leads out.*huggingface"):
+        conversions.run(path, tmp_path / "out", "hf")
+
+
 def test_a_step_is_chosen_by_its_directory(tmp_path: Path) -> None:
     path, _ = actor(tmp_path, "llama-3", 1)
     with pytest.raises(CheckpointError, match="global_step_4"):
