@@ -241,7 +241,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found = _first_said(quantization, "checkpoint_format", "format", "gptq")
+    found: str = _first_said(quantization, "checkpoint_format", "format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
         raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)

@@ -92,7 +92,7 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
             found = _of_megatron(source.args)
         theirs = _checked(found, said, source.path)
     else:
-        theirs = _checked(_of_config(source), said, source.path / "config.json")
+        theirs = _checked(_of_config(source), said, (source.path or Path()) / "config.json")
     try:
         return replace(theirs, **said)
     except ValueError as error:
@@ -103,7 +103,7 @@ _Named = Mapping[str, tuple[str, Any]]
 """Coefficients by Balance's names, each with its key in the checkpoint."""
 
 
-def _checked(found: _Named, said: Collection[str], where: Path) -> Balance:
+def _checked(found: _Named, said: Collection[str], where: Path | None) -> Balance:
     """What the recipe has not `said`. Raises DamagedCheckpoint for what is no coefficient."""
     kept = {name: one for name, one in found.items() if name not in said}
     for name, (key, value) in kept.items():
