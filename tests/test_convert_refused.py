@@ -120,7 +120,11 @@ def add_tensor(directory: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "unsupported.*: .*llama"),
+    "an unknown family": (
+        lambda d: config(d, model_type="mamba"),
+        UnknownArchitecture,
+        "unsupported architecture `mamba`.*table of its family",
+    ),
     "a tensor that nobody maps": (
         add_tensor,
         UnmappedTensor,

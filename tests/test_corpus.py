@@ -5,6 +5,7 @@ import signal
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,11 +146,30 @@ def test_a_kill_between_the_last_two_names_is_mended(place: Path) -> None:
     partial = place / "x.partial"
     partial.mkdir()
     (partial / "lock").touch()
-    known = Corpus(corpus.key_of([place / "texts.jsonl"], tokenizer(MARKING_TEMPLATE)), 8, 40, 157)
+    known = Corpus(corpus.key_of([place / "texts.jsonl"], tokenizer(MARKING_TEMPLATE)), 8, 40, 157, written=True)
     (partial / "journal.json").write_text(json.dumps(vars(known)))
     (place / "x.idx").rename(partial / ".idx")
     made(place, "x")
     assert bytes_of(place, "x") == bytes_of(place, "whole") and not partial.exists()
+
+
+def test_a_kill_after_the_last_name_is_mended_and_is_no_leave_to_write_over(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(corpus, "shutil", SimpleNamespace(rmtree=die))
+        with pytest.raises(KeyboardInterrupt):
+            made(place, "x")
+    whole = bytes_of(place, "x")
+    assert whole.keys() == {".bin", ".idx"} and (place / "x.partial").exists()
+    write_rows(place / "others.jsonl", [{"text": "e d c"}])
+    with pytest.raises(OutputError, match="there already"):
+        made(place, "x", data="others.jsonl")
+    assert made(place, "x").documents == len(TEXTS)
+    assert bytes_of(place, "x") == whole and not (place / "x.partial").exists()
 
 
 def test_other_data_is_begun_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

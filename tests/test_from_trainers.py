@@ -61,6 +61,8 @@ def test_the_next_five_losses_are_the_other_trainers_but_for_rounding(
     """In FP32 both: what differs is the order of sums. Without the optimizer's state they are others."""
     model, optimizer = trained_models.trained(family)
     source = saved(tmp_path / "run", model, optimizer)
+    (note,) = loading.loading_notes(load_recipe("bf16"), None, open_checkpoint(source), frozenset(), ())
+    assert "--to megatron" in note  # resume itself would begin with an optimizer of its own
     conversions.run(source, tmp_path / "megatron", "megatron")
     expected = trained_models.train(model, optimizer, range(2, 7))
     assert losses(tmp_path / "megatron") == pytest.approx(expected, rel=2e-5)

@@ -111,7 +111,7 @@ def test_the_emulation_is_itself_to_the_bit() -> None:
 
 def test_a_step_is_profiled_by_kinds_of_kernels() -> None:
     for row in (row for row in measured(profile) if "profile" in row):
-        assert row["ms"]["GEMM"] > 0 and row["ms"]["loss"] > 0
+        assert row["ms"]["GEMM"] > 0
         assert sum(row["ms"].values()) >= row["busy_ms"] * 0.99 > 0
 
 
@@ -134,7 +134,6 @@ def test_a_step_is_profiled_by_kinds_of_kernels() -> None:
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<LpNormFunctor<float, NormType::L2>>", "optimizer"),
         ("void at::native::unrolled_elementwise_kernel<direct_copy, LoadWithCast<1>>", "copies and elementwise"),
-        ("void at::native::cunn_SoftMaxForward<8, float, float, float>", "loss"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies and elementwise"),
         ("a kernel of tomorrow", "other"),

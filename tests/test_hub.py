@@ -1,17 +1,21 @@
 """Checkpoints by their name on the Hub: what is downloaded, from a server on this machine, and what errors say."""
 
 import errno
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
+import local_hub
 import pico
 import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
-from local_hub import LocalHub, local_hub
+from local_hub import LocalHub
 
 from precisionctl import api
+from precisionctl.checkpoints import hub as hub_module
 from precisionctl.checkpoints.hub import HubName, needed
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
@@ -37,7 +41,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(name)
     (model / "precisionctl" / "fp8_state.safetensors").unlink()
-    with local_hub(folder) as hub:
+    with local_hub.local_hub(folder) as hub:
         yield hub
 
 
@@ -64,6 +68,26 @@ def test_what_a_checkpoint_is_read_from_comes_and_nothing_else(hub: LocalHub) ->
     assert checkpoint.model.num_layers == 2 and checkpoint["model.norm.weight"].shape == (64,)
     hub.fetched.clear()
     assert api.download("org/model") == found == api.download("org/model@v1.0") and not hub.fetched
+
+
+def test_a_branch_that_moves_between_list_and_download_is_listed_again(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, moving, commit = huggingface_hub.HfApi.model_info, hub.folder / "org" / "moving", "d" * 40
+    moving.mkdir()
+    (moving / "model.safetensors").touch()
+
+    def then_move(*arguments: Any, **named: Any) -> Any:
+        found = listed(*arguments, **named)
+        if local_hub.COMMIT != commit:
+            (moving / "model.safetensors").rename(moving / "model-00001-of-00001.safetensors")
+            monkeypatch.setattr(local_hub, "COMMIT", commit)
+            monkeypatch.setattr(local_hub, "REVISIONS", ("main", commit))
+        return found
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", then_move)
+    found = api.download("org/moving")
+    assert found.name == commit and [file.name for file in found.iterdir()] == ["model-00001-of-00001.safetensors"]
 
 
 def test_pickles_come_only_where_there_is_nothing_else() -> None:
@@ -153,6 +177,24 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         api.download("org/model")
 
 
+def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raises(error: Exception) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise error
+
+        return call
+
+    with monkeypatch.context() as ours:
+        ours.setattr(hub_module, "needed", raises(ValueError("of ours")))
+        with pytest.raises(ValueError, match="of ours"):
+            api.download("org/model")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
+    with pytest.raises(EnvironmentProblem, match="the answer is none of the Hub's: no JSON"):
+        api.download("org/model")
+
+
 def test_a_command_takes_a_name_and_downloads_nothing_before_its_options_are_right(
     hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -174,3 +216,11 @@ def test_every_argument_that_is_a_checkpoint_may_be_a_name() -> None:
         name for name, command in main.commands.items() for parameter in command.params if parameter.type is CHECKPOINT
     }
     assert sources == main.commands.keys() - {"compare", "demo", "completion"}
+
+
+@pytest.mark.parametrize("sha", [None, "../../../elsewhere", "main"])
+def test_a_commit_whose_name_is_none_is_not_made_a_directory(monkeypatch: pytest.MonkeyPatch, sha: str | None) -> None:
+    answer = huggingface_hub.hf_api.ModelInfo(id="org/name", sha=sha, siblings=[{"rfilename": "model.safetensors"}])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: answer)
+    with pytest.raises(EnvironmentProblem, match="none of the Hub's"):
+        HubName("org/name").download()

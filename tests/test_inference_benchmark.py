@@ -42,6 +42,7 @@ def test_what_nvidia_published_for_gpt_j_follows_from_one_number():
     assert batch(0.5 * sizes.weights(True), fp8=True, fp8_cache=True) == 0
 
 
+@pytest.mark.soak
 def test_the_measurements_run_emulated(tmp_path):
     place = inference.Place(small=True)
     rows = list(inference.measured(place, tmp_path))

@@ -27,6 +27,7 @@ api.inspect("back")
 """
 
 
+@pytest.mark.soak
 def test_converting_exporting_and_verifying_need_no_extra(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)

@@ -208,6 +208,33 @@ def test_padding_and_recomputed_layers_change_nothing(llama: Place, tmp_path: Pa
     assert files[0] == files[1] == files[2]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_several_padded_passes_may_come_before_one_backward(recomputed: bool, llama: Place, tmp_path: Path) -> None:
+    """As in DPO: of each pass its own padding is left out, whatever its shape and the order."""
+    tokens = llama.batches[0][0].tokens
+    largest = []
+    for together in (True, False):
+        model = llama.live()
+        if recomputed:
+            with warnings.catch_warnings(action="ignore"):  # its name changes in transformers 6
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        with api.record(model, tmp_path / str(together), overrides=SHORT):
+            losses = []
+            for length, padding in ((16, 2), (16, 12), (11, 3)):
+                mask = torch.ones(2, length, dtype=torch.long)
+                mask[:, -padding:] = 0
+                logits = model(tokens[:, :length], attention_mask=mask, use_cache=False).logits
+                losses.append((logits.float().square() * mask[..., None]).sum() / length**4)
+                if not together:
+                    losses.pop().backward()
+            if together:
+                torch.stack(losses).sum().backward()
+        states = sidecar.read(tmp_path / str(together))
+        largest.append({(module, role): rows.amax(-1).tolist() for module, role, rows in histories(states)})
+    assert recomputed or largest[0] == largest[1]  # a layer that is recomputed does not say of which pass
+
+
 def as_megatron_s(family: str, folder: Path) -> GPT:
     """Our GPT has Megatron-Core's modules. With the attributes that TE's have it stands in for them."""
     made = converted(pico.make(family), folder)
@@ -331,6 +358,21 @@ def test_megatron_s_provider_records_so_many_passes_and_lets_go(tmp_path: Path) 
         assert (tmp_path / "recorded").exists() == (number >= 2)
     for _, role, rows in histories(sidecar.read(tmp_path / "recorded")):
         assert rows.count_nonzero() == (2 if role in IN_USE + CACHE else 0)
+
+
+def test_megatron_s_provider_is_made_before_the_processes_know_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed run left is removed by the first process, and so not before one knows that it is that."""
+    made, left = as_megatron_s("qwen3", tmp_path / "source"), tmp_path / "out.partial" / "0 of 2.safetensors"
+    left.parent.mkdir()
+    left.touch()
+    providers = [api.recorded_provider(lambda: made, tmp_path / "out", passes=1) for _ in range(2)]
+    for rank, provider in zip((1, 0), providers, strict=True):
+        monkeypatch.setattr(rank_files, "_here", lambda rank=rank: (rank, 2))
+        assert left.exists()
+        provider()
+    assert not left.exists()
 
 
 def test_what_transformer_engine_records_itself_is_taken(llama: Place, tmp_path: Path) -> None:

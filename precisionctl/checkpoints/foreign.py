@@ -128,10 +128,8 @@ def _common_wrapper(reader: Reader) -> str | None:
 
 def _saved_by_numpy(reader: Reader) -> str | None:
     """The first file, if its metadata says so. transformers, whose own say `pt`, does not read such files either."""
-    if reader.container != "safetensors" or not reader.files:
-        return None
-    file = reader.files[0]
-    return file.name if read_described(file)[1].get("format") == "np" else None
+    first = next((file for file in reader.files if file.suffix == ".safetensors"), None)
+    return first.name if first and read_described(first)[1].get("format") == "np" else None
 
 
 def _is_dcp(reader: Reader) -> bool:

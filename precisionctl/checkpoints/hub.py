@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import escape
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class HubName:
         if the Hub cannot be reached, DiskProblem for a full disk.
         """
         from huggingface_hub import HfApi, errors, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
@@ -73,12 +74,18 @@ class HubName:
 
         try:
             try:
-                info = HfApi().model_info(self.repo, revision=self.revision)
-                patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
                 bar = tqdm if progress else Silent
-                return Path(
-                    snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
-                )
+                for _ in range(3):
+                    info = HfApi().model_info(self.repo, revision=self.revision)
+                    if not re.fullmatch("[0-9a-f]{40}", info.sha or ""):  # it becomes the name of a directory
+                        raise TypeError("its commit has no name")
+                    patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
+                    found = Path(
+                        snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
+                    )
+                    if found.name == info.sha:  # else the branch moved between the two
+                        return found
+                raise TypeError("its branch moves with each request")
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
@@ -87,7 +94,10 @@ class HubName:
                 return Path(
                     snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
                 )
-        except (HTTPError, OSError, ValueError) as error:
+        except (TypeError, AssertionError, JSONDecodeError) as error:
+            do = "Is HF_ENDPOINT another server?"
+            raise EnvironmentProblem(f"the answer is none of the Hub's: {error}", where=self, do=do) from error
+        except (HTTPError, OSError, HFValidationError) as error:
             raise self._in_our_words(error) from error
 
     def _in_our_words(self, error: Exception) -> PrecisionctlError:

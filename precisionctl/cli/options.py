@@ -90,7 +90,9 @@ grouped_columns_option = click.option(
     help="Order of experts' FP8 state, if it does not say: written by TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
 )
 fp8_state_option = click.option(
-    "--fp8-state", type=FILE, help="A file written by calibrate, for what the checkpoint itself has not recorded."
+    "--fp8-state",
+    type=FILE,
+    help="A file of calibrate or of a recorder, for what the checkpoint itself has not recorded.",
 )
 include_option = click.option(
     "--include", multiple=True, metavar="PATTERN", help="FP8 for linears of these names too, e.g. 'model.visual.*'."

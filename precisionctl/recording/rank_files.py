@@ -26,9 +26,11 @@ def begin(output: Output) -> None:
     """Make way for the parts of all processes: the first removes those of a run that was killed. Raises
     DestinationExists, and OutputError if something else is where parts go."""
     output.check_free()
-    output.check_links()
     rank, _ = _here()
-    for folder in () if rank else (output.partial, _merging(output)):
+    if rank:
+        return
+    output.check_links()
+    for folder in (output.partial, _merging(output)):
         if not folder.exists():
             continue
         if others := [path.name for path in folder.iterdir() if not _LEFT.fullmatch(path.name)]:

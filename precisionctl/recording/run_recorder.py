@@ -34,7 +34,7 @@ class RunRecorder:
     recorded. After `passes` of these, the file is written and the hooks are gone; without a number, `finish` does that.
     Of several processes each records its own; the last to finish writes the file of all.
 
-    Raises RecipeError for a recipe that keeps no state, DestinationExists if something is at `out`.
+    Raises RecipeError for a recipe that keeps no state.
     """
 
     iteration: int | None = None
@@ -56,7 +56,6 @@ class RunRecorder:
                 do="Choose a recipe with precision.scaling=delayed.",
             )
         self.out, self._every, self._passes = Path(out), every, passes
-        begin(Output(self.out))
         self._seen = self._recorded = 0
         self._recording = False
         self._mask: Tensor | None = None
@@ -71,7 +70,9 @@ class RunRecorder:
     def attach(self, model: nn.Module) -> None:
         """Record a model of transformers or Megatron-Core, in DDP or not; of a model in several parts, as pipelines
         have them, each in turn. Raises UnknownArchitecture, PrecisionError, and as `make_plan` for a model that is not
-        what its config says."""
+        what its config says; DestinationExists if something is at `out`, and as `begin`."""
+        if not self.models:  # not before: torch.distributed, which may begin late, says which process makes way
+            begin(Output(self.out))
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
         sites = find_sites(model, self.precision)
@@ -122,7 +123,7 @@ class RunRecorder:
             if not self._recording or not torch.is_grad_enabled() or _keeps_state(module):
                 return
             if module is site.linears[0] and site.normed is None:
-                self._record(site, "input", args[0], args)
+                self._record(site, "input", args[0], args, self._mask_of(args[0]))
             for expert, weight in _weights(module, site):
                 self._take(_key(site.name, expert), "weight", _amax(weight).bfloat16())
 
@@ -130,13 +131,15 @@ class RunRecorder:
             if self._recording and torch.is_grad_enabled() and not _keeps_state(site.linears[0]):
                 assert site.normed
                 with torch.no_grad():
-                    amax = _normed_amax(site.normed, args[0].detach().flatten(0, -2), self._mask)
+                    tokens = args[0].detach().flatten(0, -2)
+                    amax = _normed_amax(site.normed, tokens, self._mask_of(tokens))
                 self._take(_key(site.name, site.expert), "input", amax)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             out = out[0] if isinstance(out, tuple) else out
             if self._recording and out.requires_grad and not _keeps_state(module):
-                out.register_hook(lambda gradient: self._record(site, "grad_output", gradient, args))
+                mask = self._mask_of(out)  # of this pass: another one may begin before its backward
+                out.register_hook(lambda gradient: self._record(site, "grad_output", gradient, args, mask))
 
         if site.normed:
             self._detach.append(site.normed.module.register_forward_pre_hook(norm_before).remove)
@@ -144,18 +147,24 @@ class RunRecorder:
             self._detach.append(linear.register_forward_pre_hook(before).remove)
             self._detach.append(linear.register_forward_hook(after).remove)
 
-    def _record(self, site: GemmSite, role: Role, values: Tensor, args: tuple[Any, ...]) -> None:
+    def _mask_of(self, values: Tensor) -> Tensor | None:
+        """Which of the tokens `[..., features]` are no padding. None, all, where the mask is not of these: it may cover
+        a cache as well, and layers may recompute a pass that another one followed."""
+        return self._mask if self._mask is not None and len(self._mask) == values.shape[:-1].numel() else None
+
+    def _record(self, site: GemmSite, role: Role, values: Tensor, args: tuple[Any, ...], mask: Tensor | None) -> None:
         """Record tokens `[..., features]` that go into a GEMM or, as gradients, come out of it."""
         if site.experts:
             for expert, part in zip(site.experts, torch.split(values, [int(count) for count in args[1]]), strict=True):
                 self._take(_key(site.name, expert), role, _amax(part))
         else:
-            self._take(_key(site.name, site.expert), role, _amax(values, self._mask))
+            self._take(_key(site.name, site.expert), role, _amax(values, mask))
 
     def _record_cache(self, name: str, key: Tensor, value: Tensor) -> None:
         if self._recording and torch.is_grad_enabled():
             for role, values in zip(CACHE, (key, value), strict=True):
-                self._take(name, role, _amax(values if self._mask is None else values.transpose(1, 2), self._mask))
+                tokens = values if self._mask is None else values.transpose(1, 2).flatten(2)
+                self._take(name, role, _amax(tokens, self._mask_of(tokens)))
 
     def _take(self, module: str, role: Role, amax: Tensor) -> None:
         before = self._amaxes.get((module, role))

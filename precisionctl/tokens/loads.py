@@ -67,7 +67,7 @@ def _in_our_words(error: Exception, folder: Path) -> DataError:
     for file in sorted(folder.glob("*.json")):
         try:
             json.loads(file.read_bytes())
-        except ValueError as broken:
+        except (ValueError, RecursionError) as broken:
             what = f"the checkpoint's tokenizer does not load: {file.name} is no JSON: {broken}"
             return DataError(what, do="Copy that file again; it may have been cut off.")
     said = " ".join(str(error).split()) or "nothing"

@@ -82,7 +82,9 @@ def plan_of(path: Path) -> None:
     make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
 
 
-@pytest.mark.parametrize("family", ["llama-3", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama-3", "gpt-oss"))]
+)
 def test_a_config(tmp_path: Path, family: str) -> None:
     config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}

@@ -51,6 +51,8 @@ class Corpus:
     notes: Sequence[str] = ()
     signal: str = ""
     """What stopped it; empty if it is complete."""
+    written: bool = False
+    """Whether all is written, so that some of it may have its name already."""
 
 
 def make_corpus(
@@ -62,9 +64,8 @@ def make_corpus(
     Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
     """
     partial, files = out.with_name(f"{out.name}.partial"), files_of(data)
-    for suffix in (BIN, IDX, LEARNED):
-        if (there := with_suffix(out, suffix)).exists() and not (partial / IDX).exists():
-            raise OutputError("it is there already", where=there, do="Choose another OUT, or remove it.")
+    if not ((before := _noted(partial)) and before.written):
+        _check_free(out)
     if (partial.exists() and not (partial / _LOCK).exists()) or partial.is_symlink():
         raise OutputError("nothing of this command's", where=partial, do="Choose another OUT, or remove it.")
     alone = any((tokenizer / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -76,8 +77,8 @@ def make_corpus(
             lock(file, OutputError("another process is making it", where=partial, do="Wait for it, or stop it."))
             tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
             begun = Corpus(key_of(files, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
-            made = _begin(partial, begun)
-            if not (partial / IDX).exists():
+            made = _begin(partial, out, begun)
+            if not made.written:
                 made = _write(partial, made, _told(records(files), on_text), tokenizers)
             if not made.signal:
                 _finish(partial, out, made)
@@ -87,20 +88,43 @@ def make_corpus(
         raise DiskProblem(f"the disk failed: {error.strerror}", where=partial, do=do) from error
 
 
-def _begin(partial: Path, begun: Corpus) -> Corpus:
-    """What an earlier command has made of the same data, to which its files are cut; else nothing."""
+def _check_free(out: Path) -> None:
+    for suffix in (BIN, IDX, LEARNED):
+        if (there := with_suffix(out, suffix)).exists():
+            raise OutputError("it is there already", where=there, do="Choose another OUT, or remove it.")
+
+
+def _noted(partial: Path) -> Corpus | None:
+    """What an earlier command has made, by its journal."""
     with suppress(OSError, ValueError, TypeError):
-        before = Corpus(**json.loads((partial / _JOURNAL).read_bytes()))
-        if before.key == begun.key:
-            if not (partial / IDX).exists():  # else all is written, and some of it may have its name already
+        return Corpus(**json.loads((partial / _JOURNAL).read_bytes()))
+    return None
+
+
+def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
+    """What an earlier command has made of the same data, to which its files are cut; else nothing."""
+    before = _noted(partial)
+    if before and before.key == begun.key:
+        if before.written:
+            if all((partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)):
+                return before
+        else:
+            with suppress(OSError):
                 for name, size in _sizes(before).items():
                     if (partial / name).stat().st_size < size:
                         raise OSError  # somebody has been here
                     os.truncate(partial / name, size)
-            return replace(before, signal="")
+                return replace(before, signal="")
+    _check_free(out)
     for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
         (partial / name).unlink(missing_ok=True)
     return begun
+
+
+def _names(made: Corpus) -> tuple[str, ...]:
+    """The files of the result, in the order in which they get their names: the index last, as without it there is no
+    data set."""
+    return (BIN, IDX) if made.learned is None else (LEARNED, BIN, IDX)
 
 
 def _sizes(made: Corpus) -> dict[str, int]:
@@ -151,17 +175,16 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
 
 
 def _finish(partial: Path, out: Path, made: Corpus) -> None:
-    """Write the index, and give all files their names: the index last, as without it there is no data set."""
+    """Write the index, and give all files their names."""
     if not made.tokens:
         shutil.rmtree(partial)
         raise DataError("nothing to tokenize", where=out)
-    if not (partial / IDX).exists():
-        lengths = np.memmap(partial / _LENGTHS, "<i4", "r")
-        write_index(partial / "index", lengths, made.code)
-        sync(partial / "index")
-        (partial / "index").rename(partial / IDX)
-    for name in (LEARNED, BIN, IDX):
-        if (partial / name).exists() and (name != LEARNED or made.learned is not None):
+    if not made.written:
+        write_index(partial / IDX, np.memmap(partial / _LENGTHS, "<i4", "r"), made.code)
+        sync(partial / IDX)
+        replace_file(partial / _JOURNAL, json.dumps(asdict(replace(made, written=True))))
+    for name in _names(made):
+        if (partial / name).exists():
             (partial / name).rename(with_suffix(out, name))
     sync(out.absolute().parent)
     shutil.rmtree(partial)

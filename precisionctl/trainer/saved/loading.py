@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOp
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
 from precisionctl.model_shape import ModelShape
@@ -48,6 +49,9 @@ OPTIMIZER = "precisionctl_optimizer/shard_0_1"
 """Key of the optimizer's state that Megatron has no tensors for."""
 
 _WITHOUT = "Use --skip optimizer, or --load weights."
+_BY_MEGATRON = (
+    "`precisionctl convert CKPT RUN --to megatron` brings another trainer's optimizer along; then resume RUN."
+)
 
 
 def what_to_load(source: Reader, load: Load | None, skip: Collection[StatePart]) -> tuple[Load, frozenset[StatePart]]:
@@ -169,7 +173,8 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
     """The step that a new run starts after: the checkpoint's, or 0 if the schedule is skipped. Raises CheckpointError
     if the optimizer is wanted and there is none, RecipeError if no step of `steps` is left."""
     if "optimizer" not in skipped and not has_optimizer(source):
-        raise CheckpointError("no optimizer state that can be read", where=source.path, do=_WITHOUT)
+        do = _BY_MEGATRON if of_trainer(source) else _WITHOUT
+        raise CheckpointError("no optimizer state that can be read", where=source.path, do=do)
     first = 0 if "schedule" in skipped else source.iteration or 0
     if first >= steps:
         raise RecipeError(
@@ -211,6 +216,9 @@ def loading_notes(
 ) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     if not of_megatron(source):
+        with suppress(CheckpointError):  # what cannot be read does not go to Megatron either
+            if of_trainer(source) and source.optimizer_specs:
+                yield f"its optimizer is not read here. {_BY_MEGATRON}"
         return
     foreign = _saved(source) is None
     if "optimizer" not in skipped and foreign:

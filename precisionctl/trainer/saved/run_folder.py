@@ -211,11 +211,10 @@ def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list
 def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
     """Raise OutputError, naming what differs, if the run in `out` has another identity than `wanted`."""
     if differing := differing_settings(saved.identity, wanted):
-        raise OutputError(
-            f"another run is there: it differs in {', '.join(differing)}",
-            where=out,
-            do="Choose another --out, or give the checkpoint, data and settings that it was started with.",
-        )
+        do = "Choose another --out, or give the checkpoint, data and settings that it was started with."
+        if differing == ["train.steps"]:
+            do = f"To train on, give {out} as the checkpoint, and another --out."
+        raise OutputError(f"another run is there: it differs in {', '.join(differing)}", where=out, do=do)
 
 
 def sign(partial: Path, saved: Saved) -> None:
