@@ -224,6 +224,18 @@ def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp
     for name, tensor in moments(model, optimizer, "exp_avg").items():
         rows = [read_tensor(both, found) for found in both.specs if found.startswith(f"{STATE}exp_avg.{name}")]
         assert torch.equal(torch.stack(rows) if len(rows) > 1 else rows[0], tensor), name
+    one_by_one = {name: one for name, one in saved["model"].items() if ".experts." not in name}
+    for name, one in saved["model"].items():
+        if ".experts." in name:
+            place, kind = name.rsplit(".", 1)
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for index, expert in enumerate(one):
+                halves = expert.chunk(len(kinds))
+                one_by_one |= {
+                    f"{place}.{index}.{each}.weight": half.clone() for each, half in zip(kinds, halves, strict=True)
+                }
+    reader = open_checkpoint(config_of(model, save(tmp_path / "one-by-one", saved | {"model": one_by_one})))
+    assert not reader.optimizer_specs and len(reader.left) > 9
     del saved["optimizer"]["state"][4]["exp_avg"]
     reader = open_checkpoint(config_of(model, save(tmp_path / "other", saved)))
     assert not reader.optimizer_specs and len(reader.left) > 9

@@ -329,6 +329,21 @@ def test_without_zero_parameters_are_told_by_the_order_of_the_model(tmp_path: Pa
     assert "none of this model's; was a part of it frozen?" in read(tmp_path / "run", llama).unread
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_optimizer_that_has_made_no_update_is_none_beside_its_masters(
+    tmp_path: Path, llama: Path, bf16: bool
+) -> None:
+    model = pico.make("llama-3", **ODD)
+    states = files.states_of({name: one.detach() for name, one in model.named_parameters()})
+    saved = files.without_zero(states, bf16=bf16)
+    saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])["state"].clear()
+    (tmp_path / "run").mkdir()
+    torch.save(saved, tmp_path / "run" / "mp_rank_00_model_states.pt")
+    reader = read(tmp_path / "run", llama)
+    assert_is(reader, {"fp32": states["fp32"]})
+    assert reader.unread == "" and not reader.optimizer_specs
+
+
 def test_universal_masters_that_the_model_has_are_held_against_it(tmp_path: Path, llama: Path) -> None:
     """Without `param_shapes`, as of a model that nothing was trained of, they would be ignored."""
     states = files.states_of(weights_of(llama))

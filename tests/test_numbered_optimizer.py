@@ -116,6 +116,16 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
             lambda saved: saved["state"].update({99: saved["state"][0]}),
             "parameter 99, which is in none of its groups",
         ),
+        (
+            "llama-3",
+            lambda saved: saved["state"][3].update(exp_avg=saved["state"][3]["exp_avg"].to(torch.int8)),
+            "exp_avg of parameter 3 is torch.int8",
+        ),
+        (
+            "llama-3",
+            lambda saved: saved["state"][3].update({7: saved["state"][3]["exp_avg"]}),
+            "of parameter 3 that is no name: 7",
+        ),
         ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
         ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),
     ],

@@ -250,12 +250,22 @@ def test_the_recipe_wins_key_by_key() -> None:
 
 @pytest.mark.parametrize("value", ["much", -1, True, [0.1], 1e999])
 def test_a_coefficient_of_a_stranger_that_is_none_is_refused(value: object) -> None:
-    with pytest.raises(DamagedCheckpoint, match="pooled_loss"):
-        balance_of(described({"router_aux_loss_coef": value}), RouterSettings())
+    config = {"router_aux_loss_coef": value}
+    with pytest.raises(DamagedCheckpoint, match=r"`router_aux_loss_coef`.*it/config.json.*--set router.pooled_loss=0"):
+        balance_of(described(config), RouterSettings())
+    assert balance_of(described(config), RouterSettings(pooled_loss=0.0)) == NO_BALANCE
     source = described({})
     source.layout, source.args = "megatron", {"moe_aux_loss_coeff": value, "moe_router_load_balancing_type": ["x"] * 2}
     with pytest.raises(DamagedCheckpoint, match="as Megatron does not"):
         balance_of(source, RouterSettings())
+    source.args = {"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": value}
+    with pytest.raises(DamagedCheckpoint, match=r"`moe_z_loss_coeff`.*\(it\).*--set router.z_loss=0"):
+        balance_of(source, RouterSettings())
+
+
+def test_a_coefficient_of_the_recipe_that_is_too_large_is_the_recipes_error() -> None:
+    with pytest.raises(RecipeError, match="router.pooled_loss is 1e"):
+        balance_of(described({}), load_recipe("bf16", ["router.pooled_loss=1e308"]).router)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +279,11 @@ def test_what_the_model_has_not_cannot_be_balanced(family: str, key: str, messag
     with pytest.raises(RecipeError, match=message):
         balance_of(described({}, family), load_recipe("bf16", [f"router.{key}=0.1"]).router)
     assert balance_of(described({}, family), load_recipe("bf16", [f"router.{key}=0"]).router) == NO_BALANCE
+
+
+def test_of_what_balances_experts_that_is_named_which_is_on() -> None:
+    with pytest.raises(RecipeError, match="router.z_loss balances"):
+        balance_of(described({}, "llama-3"), RouterSettings(aux_loss=0.0, z_loss=0.1))
 
 
 def test_a_value_that_is_neither_a_number_nor_the_word_is_refused() -> None:

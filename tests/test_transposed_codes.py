@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints import transposed_codes
-from precisionctl.checkpoints.base import read_rows, read_tensor
+from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
@@ -117,6 +117,13 @@ HOSTILE: dict[str, tuple[str, Callable[[Tensor], Tensor | None], type[Precisionc
     ),
     "a negative scale": ("scales", lambda each: -each, DamagedCheckpoint, "negative, infinite or NaN"),
     "an infinite scale": ("scales", lambda each: each / 0, DamagedCheckpoint, "negative, infinite or NaN"),
+    "a scale that makes infinities": (
+        "scales",
+        lambda each: torch.full_like(each, 3e38, dtype=torch.float32),
+        DamagedCheckpoint,
+        "or whose codes are",
+    ),
+    "no order, which others have": ("g_idx", lambda _: None, DamagedCheckpoint, "no .*up_proj.g_idx"),
     "zero points that readers disagree on": ("qzeros", all_ones, PrecisionError, "holds 15, for which readers"),
 }
 
@@ -149,6 +156,12 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
         ("awq", {"backend": "llm-awq"}, "AWQ for 'llm-awq'"),
         ("gptq", {"group_size": 0}, "0 as the size of a group"),
         ("awq", {"group_size": None}, "None as the size of a group"),
+        ("gptq", {"checkpoint_format": False}, "the format False"),
+        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "`dynamic`"),
+        ("gptq", {"dynamic": 7}, "`dynamic`"),
+        ("gptq", {"pack_dtype": "int16"}, "`pack_dtype` 'int16'"),
+        ("gptq", {"desc_act": "no"}, "`desc_act` 'no'"),
+        ("awq", {"zero_point": False}, "`zero_point` False"),
     ],
 )
 def test_other_orders_of_codes_are_refused_by_name(
@@ -158,6 +171,47 @@ def test_other_orders_of_codes_are_refused_by_name(
     say(tmp_path, **said)
     with pytest.raises(PrecisionError, match=match):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "said", "match"),
+    [
+        ("gptq", {"bits": 8}, "codes of 4 bits, and config.json says `bits` 8"),
+        ("awq", {"bits": "4"}, "says `bits` '4'"),
+        ("gptq", {"group_size": 10**30}, "no codes of 4 or 8 bits"),
+        ("gptq-rows", {"group_size": 1000}, "no codes of 4 or 8 bits"),
+        ("gptq-rows", {"desc_act": True}, "no .*g_idx for its codes"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_one_error(
+    tmp_path: Path, spelling: str, said: dict[str, object], match: str
+) -> None:
+    transposed_directories.make(tmp_path, spelling)
+    say(tmp_path, **said)
+    with pytest.raises(DamagedCheckpoint, match=match):
+        open_checkpoint(tmp_path)
+
+
+def test_modules_that_are_not_coded_may_be_named(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "gptq")
+    say(tmp_path, dynamic={"-:.*lm_head": {}}, pack_dtype="int32")
+    assert f"{UP}.weight" in open_checkpoint(tmp_path).specs
+
+
+def test_the_order_of_inputs_is_read_once_for_each_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transposed_directories.make(tmp_path, "gptq-desc-act")
+    monkeypatch.setattr(transposed_codes, "_ROOM", 1)  # three slabs of 32 rows
+    names = list[str]()
+
+    def read(stored: Chunked, name: str) -> Tensor:
+        names.append(name)
+        return read_tensor(stored, name)
+
+    monkeypatch.setattr(transposed_codes, "read_tensor", read)
+    reader = open_checkpoint(tmp_path)
+    for row in range(96):
+        read_rows(reader, f"{UP}.weight", row, 1)
+    assert names == [f"{UP}.g_idx"]
 
 
 FOLDER = Path(__file__).parent / "golden" / "transposed"

@@ -97,7 +97,9 @@ def rewrite(path: Path, change: Any) -> None:
     [
         (lambda saved: saved["state"][1].update(step=torch.tensor(9.0)), "other numbers of updates"),
         (lambda saved: saved["state"][1].update(momentum_buffer=torch.zeros(5)), "momentum_buffer"),
-        (lambda saved: saved["param_groups"][0]["params"].pop(), "none of this model's"),
+        (lambda saved: saved["state"].update({99: saved["state"][1]}), "parameter 99, which is in none of its groups"),
+        (lambda saved: [one.update(exp_avg=one["exp_avg"].bool()) for one in saved["state"].values()], "is bool"),
+        (lambda saved: saved["param_groups"][0]["params"].append(77), "none of this model's"),
         (lambda saved: (saved.clear(), saved.update({"state.a.exp_avg": 1})), "not under numbers"),
     ],
 )
@@ -126,6 +128,15 @@ def test_files_that_are_not_of_one_checkpoint_are_refused(tmp_path: Path, spoil:
     spoil(path)
     with pytest.raises(DamagedCheckpoint, match=why):
         open_checkpoint(path)
+
+
+def test_a_link_to_files_of_another_directory_is_refused(tmp_path: Path) -> None:
+    path, _ = actor(tmp_path, "llama-3", 1)
+    (path / "huggingface").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "LICENSE").write_text("a secret")
+    (path / "huggingface").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="huggingface.*leads out|leads out.*huggingface"):
+        conversions.run(path, tmp_path / "out", "hf")
 
 
 def test_a_step_is_chosen_by_its_directory(tmp_path: Path) -> None:

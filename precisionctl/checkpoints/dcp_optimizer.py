@@ -120,6 +120,8 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
             named = parameters_by_number(groups, shapes, specs, where)
         except CheckpointError:
             return found
+        if any(len(held) > 1 for held in named.values()):  # experts, which the weights have one by one
+            return found
         states = {
             kind: {name: index.tensors[found.numbered[number][kind]] for number, (name,) in named.items()}
             for kind in ("step", *found.moments)

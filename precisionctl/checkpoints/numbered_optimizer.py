@@ -162,6 +162,13 @@ class NumberedOptimizer:
             shapes = dict[int, tuple[int, ...]]()
             for index, state in states.items():
                 tensors = {kind: one for kind, one in state.items() if kind != "step"}
+                for kind, one in tensors.items():
+                    if not (isinstance(kind, str) and kind.isidentifier()):
+                        what = f"a kind of state of parameter {shown(index)} that is no name: {shown(kind)}"
+                        raise CheckpointError(what, where=self.path, do=DROP)
+                    if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
+                        what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
+                        raise CheckpointError(what, where=self.path, do=DROP)
                 found = {one.shape if isinstance(one, LocatedTensor) else None for one in tensors.values()}
                 if len(found) != 1 or None in found:
                     what = f"the optimizer's state of parameter {shown(index)} is not of its shape"

@@ -2,7 +2,7 @@
 Face's names, as a Reader."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class SavedStatesReader(TrainerDirectory):
 
     def __init__(self, path: Path, hints: Hints, what: str, directory: Path, saved: SavedStates, *beside: Path) -> None:
         super().__init__(path, hints, what, *beside)
+        for kind, found in saved.moments.items():
+            if odd := [name for name, one in found.items() if not one.spec.dtype.is_floating_point]:
+                unread = f"{kind} of `{odd[0]}` is {found[odd[0]].spec.stored_dtype}, and AdamW's is floating-point"
+                saved = replace(saved, moments={}, unread=unread)
+                break
         self._directory, self._saved = directory, saved
         tensors = self._logical(saved.weights)
         for kind, moments in saved.moments.items():

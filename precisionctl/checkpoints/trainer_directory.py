@@ -15,6 +15,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.untrusted.safe_files import check_link
 
 
 class TrainerDirectory:
@@ -31,6 +32,9 @@ class TrainerDirectory:
 
     @cached_property
     def own_companions(self) -> Companions:
+        for place in self._beside:
+            if place.is_relative_to(self.path):
+                check_link(place, self.path)
         places = (read_companions(place) for place in dict.fromkeys((self.path, *self._beside)))
         found = next((one for one in places if "config.json" in one.files), None)
         return replace(found or read_companions(self.path), notes=())

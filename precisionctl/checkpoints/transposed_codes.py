@@ -82,11 +82,13 @@ class TransposedCodes:
         self._one_less = not self._awq and _format_of(quantization, where) == "gptq"
         if self._awq:
             _check_awq(quantization, where)
+        _check_alike(quantization, where)
         group_size = quantization.get("group_size")
         if type(group_size) is not int or group_size < -1 or group_size == 0:
             raise PrecisionError(f"{shown(group_size)} as the size of a group", where=where, do=_FROM_THE_RELEASE)
         found = [name.removesuffix(".qweight") for name in stored.specs if name.endswith(".qweight")]
-        self._modules = {f"{name}.weight": self._module(name, group_size) for name in found}
+        self._ordered = bool(quantization.get("desc_act")) or any(name.endswith(".g_idx") for name in stored.specs)
+        self._modules = {f"{name}.weight": self._module(name, group_size, quantization.get("bits")) for name in found}
         self.specs = {
             name: TensorSpec((module.out, module.inputs), torch.bfloat16) for name, module in self._modules.items()
         }
@@ -119,10 +121,13 @@ class TransposedCodes:
         columns = slice(first, first + rows)
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
-        if not bool((scales.isfinite() & (scales >= 0)).all()):
-            what = f"{module.tensor('scales')} holds a scale that is negative, infinite or NaN"
+        furthest = scales * torch.maximum(zeros, (1 << module.bits) - 1 - zeros)
+        if not bool((furthest.bfloat16().isfinite() & (scales >= 0)).all()):
+            what = f"{module.tensor('scales')} holds a scale that is negative, infinite or NaN, or whose codes are"
             raise DamagedCheckpoint(what, where=self._where)
-        return _Slab(name, first, self._codes(module, columns), scales, zeros, self._order(module))
+        known = self._last if self._last and self._last.weight == name else None
+        order = known.order if known else self._order(module)
+        return _Slab(name, first, self._codes(module, columns), scales, zeros, order)
 
     def _order(self, module: _Module) -> Tensor | None:
         usual = torch.arange(module.inputs) // module.group
@@ -159,7 +164,7 @@ class TransposedCodes:
         first, stop = columns.start // in_word, -(-columns.stop // in_word)
         return read_box(self._stored, name, Box(0, self._stored.specs[name].rows, first, stop - first))
 
-    def _module(self, name: str, group_size: int) -> _Module:
+    def _module(self, name: str, group_size: int, bits_said: object) -> _Module:
         specs = self._stored.specs
         there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
         for kind, spec in there.items():
@@ -181,12 +186,16 @@ class TransposedCodes:
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
         bits = next((bits for bits in (4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
+        if self._ordered and not self._awq and order is None:
+            what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
+            raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
         if self._awq:
             inputs, fits = rows, bits == 4 and columns * 8 == out
         else:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
         group = inputs if group_size == -1 else group_size
+        fits = fits and group <= inputs
         if order:
             fits = fits and (order.dtype, order.shape) == (torch.int32, (inputs,))
         else:
@@ -194,6 +203,9 @@ class TransposedCodes:
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
             what = f"{name} has {shapes} and groups of {shown(group_size)}, which are no codes of 4 or 8 bits"
+            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
+        if bits_said not in (None, bits):
+            what = f"{name} has codes of {bits} bits, and config.json says `bits` {shown(bits_said)}"
             raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
         return _Module(name, out, inputs, groups, bits, group, f"{name}.g_idx" if order else None)
 
@@ -229,7 +241,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    found: str = _first_said(quantization, "checkpoint_format", "format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
         raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
@@ -238,7 +250,28 @@ def _format_of(quantization: Mapping[str, Any], where: object) -> str:
 
 def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
-    found = quantization.get("version") or quantization.get("format") or "gemm"
+    if quantization.get("zero_point") not in (None, True):
+        what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
+        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+    found = _first_said(quantization, "version", "format", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
+        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+
+
+def _first_said(quantization: Mapping[str, Any], key: str, older: str, usual: str) -> Any:
+    return next((quantization[each] for each in (key, older) if quantization.get(each) is not None), usual)
+
+
+def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
+    """Raise PrecisionError for modules that are coded each in its own way, and for words other than int32. Rules of
+    GPTQModel's `dynamic` that begin with `-:` name modules that are not coded."""
+    own = quantization.get("dynamic") or {}
+    if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
+        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=_FROM_THE_RELEASE)
+    if quantization.get("pack_dtype") not in (None, "int32"):
+        what = f"codes in words of `pack_dtype` {shown(quantization['pack_dtype'])}, which are not read"
+        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+    if quantization.get("desc_act") not in (None, True, False):
+        what = f"`desc_act` {shown(quantization['desc_act'])}, which is neither true nor false"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)

@@ -194,6 +194,9 @@ def _moments(
         return [(path, state[number][kind]) for path, state in states if number in state]
 
     numbers = [number for group in groups for number in group["params"]]
+    if unnamed := {number for _, state in states for number in state}.difference(numbers):
+        what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
+        raise CheckpointError(what, where=states[0][0], do=DROP)
     # FSDP 1 saves an output layer that is tied with bytes of its own
     for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):

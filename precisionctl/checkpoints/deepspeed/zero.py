@@ -252,9 +252,12 @@ def _without_zero(states: ModelStates) -> SavedStates:
                 if tensor.spec.shape != stored[name].spec.shape:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
         updates = {number(state["step"], path) for state in inner["state"].values()}
-    if len(updates) != 1:
+    if len(updates) > 1:
         return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
     masters = found.pop(_PARAM)
     _check_order(masters, states)
     weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}
-    return replace(saved, weights=states.with_shared(weights), moments=found, updates=updates.pop(), groups=groups)
+    saved = replace(saved, weights=states.with_shared(weights))
+    if not updates:
+        return saved  # it has made none
+    return replace(saved, moments=found, updates=updates.pop(), groups=groups)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.model_shape import MoE
 from precisionctl.trainer.parallel.world import World
 
@@ -24,6 +24,8 @@ class Balance:
     update so far (arXiv 2501.11873). `z_loss` is each layer's mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906,
     equation 5). `bias_update_rate` is added to expert_bias after an update that chose an expert less often than the
     mean, and subtracted after one that chose it more often (arXiv 2408.15664).
+
+    Raises ValueError for what is no such number: who makes one knows whose it is.
     """
 
     pooled_loss: float = 0.0
@@ -36,7 +38,7 @@ class Balance:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if type(value) not in (int, float) or not 0 <= value < 1e30:
-                raise DamagedCheckpoint(f"{name} is {shown(value)}, not 0 or a positive number")
+                raise ValueError(f"{name} is {shown(value)}, not 0 or a positive number below 1e30")
 
     @property
     def on(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ and FP8 state unless they are skipped. The optimizer is loaded by parameter, whi
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -82,8 +83,8 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
     """
     said = {key: value for key, value in vars(router).items() if value != "checkpoint"}
     if source.model.moe is None:
-        if any(said.values()):
-            raise RecipeError(f"router.{next(iter(said))} balances experts, and the model has none", do="Leave it out.")
+        if on := [key for key, value in said.items() if value]:
+            raise RecipeError(f"router.{on[0]} balances experts, and the model has none", do="Leave it out.")
         return NO_BALANCE
     if said.get("bias_update_rate") and not source.model.expert_bias:
         raise RecipeError("router.bias_update_rate moves an expert_bias, and the model has none", do="Leave it out.")
@@ -92,23 +93,44 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
         theirs = Balance(**saved.balance)
     elif of_megatron(source) and "moe_aux_loss_coeff" in source.args:
         with damage("its arguments balance experts as Megatron does not", source.path):
-            theirs = _of_megatron(source.args)
+            found = _of_megatron(source.args)
+        theirs = _checked(found, said, source.path)
     else:
-        theirs = _of_config(source)
-    return replace(theirs, **said)
+        theirs = _checked(_of_config(source), said, (source.path or Path()) / "config.json")
+    try:
+        return replace(theirs, **said)
+    except ValueError as error:
+        raise RecipeError(f"router.{error}") from None
+
+
+_Named = Mapping[str, tuple[str, Any]]
+"""Coefficients by Balance's names, each with its key in the checkpoint."""
+
+
+def _checked(found: _Named, said: Collection[str], where: Path | None) -> Balance:
+    """What the recipe has not `said`. Raises DamagedCheckpoint for what is no coefficient."""
+    kept = {name: one for name, one in found.items() if name not in said}
+    for name, (key, value) in kept.items():
+        try:
+            Balance(**{name: value})
+        except ValueError as error:
+            do = f"Correct it, or say what it is to be: --set router.{name}=0."
+            raise DamagedCheckpoint(f"by its `{key}`, {error}", where=where, do=do) from None
+    return Balance(**{name: value for name, (_, value) in kept.items()})
 
 
 _OF_LAYERS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-def _of_megatron(args: Mapping[str, Any]) -> Balance:
+def _of_megatron(args: Mapping[str, Any]) -> _Named:
     kinds, coefficients = args.get("moe_router_load_balancing_type", "aux_loss"), args["moe_aux_loss_coeff"]
     listed = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
-    return Balance(
-        **{kind: coefficient for kind, coefficient in listed if kind in _OF_LAYERS},
-        z_loss=args.get("moe_z_loss_coeff") or 0.0,
-        bias_update_rate=(args.get("moe_router_enable_expert_bias") and args.get("moe_router_bias_update_rate")) or 0.0,
-    )
+    rate = (args.get("moe_router_enable_expert_bias") and args.get("moe_router_bias_update_rate")) or 0.0
+    return {
+        **{kind: ("moe_aux_loss_coeff", coefficient) for kind, coefficient in listed if kind in _OF_LAYERS},
+        "z_loss": ("moe_z_loss_coeff", args.get("moe_z_loss_coeff") or 0.0),
+        "bias_update_rate": ("moe_router_bias_update_rate", rate),
+    }
 
 
 def balance_args(balance: Balance) -> dict[str, Any]:
@@ -123,15 +145,15 @@ def balance_args(balance: Balance) -> dict[str, Any]:
     }
 
 
-def _of_config(source: Reader) -> Balance:
+def _of_config(source: Reader) -> _Named:
     """transformers' `router_aux_loss_coef`, or DeepSeek's `aux_loss_alpha` with `seq_aux`."""
     if "config.json" not in source.companions.files:
-        return NO_BALANCE
+        return {}
     config = parse_json(source.companions.files["config.json"], "config.json")
     config = text_config(config, "config.json") if is_wrapper(config) else config
     of_row = "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss"
-    found = {"pooled_loss": config.get("router_aux_loss_coef"), of_row: config.get("aux_loss_alpha")}
-    return Balance(**{name: value for name, value in found.items() if value is not None})
+    keys = {"pooled_loss": "router_aux_loss_coef", of_row: "aux_loss_alpha"}
+    return {name: (key, config[key]) for name, key in keys.items() if config.get(key) is not None}
 
 
 def balance_notes(model: ModelShape, balance: Balance) -> Iterator[str]:
