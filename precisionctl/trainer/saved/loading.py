@@ -173,7 +173,7 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
     """The step that a new run starts after: the checkpoint's, or 0 if the schedule is skipped. Raises CheckpointError
     if the optimizer is wanted and there is none, RecipeError if no step of `steps` is left."""
     if "optimizer" not in skipped and not has_optimizer(source):
-        do = _BY_MEGATRON if of_trainer(source) else _WITHOUT
+        do = _BY_MEGATRON if _has_trainers_optimizer(source) else _WITHOUT
         raise CheckpointError("no optimizer state that can be read", where=source.path, do=do)
     first = 0 if "schedule" in skipped else source.iteration or 0
     if first >= steps:
@@ -216,9 +216,8 @@ def loading_notes(
 ) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     if not of_megatron(source):
-        with suppress(CheckpointError):  # what cannot be read does not go to Megatron either
-            if of_trainer(source) and source.optimizer_specs:
-                yield f"its optimizer is not read here. {_BY_MEGATRON}"
+        if _has_trainers_optimizer(source):
+            yield f"its optimizer is not read here. {_BY_MEGATRON}"
         return
     foreign = _saved(source) is None
     if "optimizer" not in skipped and foreign:
@@ -253,6 +252,13 @@ def load_weights(source: Reader, run: Run) -> None:
 def has_optimizer(source: Reader) -> TypeGuard[MegatronReader]:
     """Whether there is an optimizer whose state can be read by parameter. Raises as `optimizer_specs`."""
     return of_megatron(source) and any(name.startswith(f"{STATE}exp_avg.") for name in optimizer_specs(source))
+
+
+def _has_trainers_optimizer(source: Reader) -> bool:
+    """Whether there is another trainer's optimizer, which a conversion can read."""
+    with suppress(CheckpointError):
+        return of_trainer(source) and bool(source.optimizer_specs)
+    return False
 
 
 def optimizer_specs(source: MegatronReader) -> Mapping[str, TensorSpec]:
