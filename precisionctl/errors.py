@@ -31,6 +31,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+DROP_OPTIMIZER = "--drop-optimizer leaves the optimizer behind."
+"""What to do about an optimizer that cannot be told, or has no place in the result."""
+
 _LONGEST = 2000
 """Letters of what an error says: names in a file can be megabytes."""
 

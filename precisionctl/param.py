@@ -22,6 +22,7 @@ Kind = Literal["param", "exp_avg", "exp_avg_sq"]
 """What a checkpoint keeps of each parameter: FP32 master weights and Adam's moments, under Megatron's names."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+MOMENTS: tuple[str, ...] = KINDS[1:]
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

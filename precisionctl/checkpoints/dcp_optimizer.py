@@ -17,9 +17,9 @@ from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import adam_settings, lost_settings
-from precisionctl.errors import CheckpointError, damage, shown
-from precisionctl.param import TensorSpec
+from precisionctl.checkpoints.trainer_run import NO_COUNT, adam_settings, lost_settings
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
+from precisionctl.param import MOMENTS, TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
@@ -49,7 +49,7 @@ class DcpOptimizer:
     def unread(self) -> str:
         """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
         found = {match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key))}
-        kinds = sorted(found - {"step", "exp_avg", "exp_avg_sq"})
+        kinds = sorted(found - {"step", *MOMENTS})
         return f"{shown(kinds)}, which AdamW has not" if kinds else ""
 
     def updates(self, where: Path) -> int:
@@ -62,12 +62,13 @@ class DcpOptimizer:
                 if not isinstance(value, Tensor):
                     raise TypeError
                 counts.setdefault(int(value), name)
-        do = "--drop-optimizer leaves the optimizer behind."
         if not counts:
-            raise CheckpointError("nothing says how many updates the optimizer made", where=where, do=do)
+            raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
         if len(counts) > 1 or min(counts) < 0:
             said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
-            raise CheckpointError(f"its parameters had other numbers of updates: {said}", where=where, do=do)
+            raise CheckpointError(
+                f"its parameters had other numbers of updates: {said}", where=where, do=DROP_OPTIMIZER
+            )
         return next(iter(counts))
 
     def adam(self) -> Mapping[str, Any]:

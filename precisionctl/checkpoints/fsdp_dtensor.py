@@ -22,7 +22,8 @@ from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER,
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import CheckpointError, damage, shown
+from precisionctl.checkpoints.trainer_run import other_counts
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
@@ -54,9 +55,7 @@ class FsdpDtensorReader(TorchDistReader):
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
         """Raises CheckpointError where parameters had other numbers of updates."""
         if len(self._counts) > 1:
-            what = f"its parameters had other numbers of updates: {shown(sorted(self._counts))}"
-            do = "--drop-optimizer leaves the optimizer behind."
-            raise CheckpointError(what, where=self.path, do=do)
+            raise CheckpointError(other_counts(self._counts), where=self.path, do=DROP_OPTIMIZER)
         states = {name: spec for name, spec in self._of_optimizer.items() if name not in self._steps}
         return {**self._masters, **states}
 

@@ -17,13 +17,12 @@ from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number
-from precisionctl.errors import CheckpointError, damage, shown
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
 
-DROP = "--drop-optimizer leaves the optimizer behind."
 _MODULES = (
     *("model", "transformer", "embed_tokens", "wte", "wpe", "layers", "h", "ln_1"),
     *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
@@ -60,7 +59,7 @@ def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool = 
     unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
-        raise CheckpointError(what, where=where, do=DROP)
+        raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
     if experts_first:
         ranks["experts"] = ranks["gate"] - 0.5
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else ranks[p] for p in name.split(".")])
@@ -99,7 +98,7 @@ def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) ->
             return {number: name for named, numbers in pairs for name, number in zip(named, numbers, strict=True)}
     counts = " and ".join(str(len(numbers)) for numbers in listed[:4])
     what = f"groups of {counts} parameters, which are none of this model's; was a part of it frozen?"
-    raise CheckpointError(what, where=where, do=DROP)
+    raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
 
 
 def parameters_by_number(
@@ -122,14 +121,14 @@ def parameters_by_number(
             continue
         if unnamed := shapes.keys() - named.keys():
             what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
-            refused = refused or CheckpointError(what, where=where, do=DROP)
+            refused = refused or CheckpointError(what, where=where, do=DROP_OPTIMIZER)
             continue
         found = {number: held[named[number]] for number in shapes}
         other = [number for number, shape in shapes.items() if not _holds(shape, [specs[n] for n in found[number]])]
         if not other:
             return found
         what = f"the optimizer's state of `{named[other[0]]}` is not of its shape"
-        refused = CheckpointError(what, where=where, do=DROP)
+        refused = CheckpointError(what, where=where, do=DROP_OPTIMIZER)
     assert refused
     raise refused
 
@@ -156,7 +155,7 @@ class NumberedOptimizer:
     def _state(self) -> tuple[dict[int, dict[str, Any]], Sequence[Mapping[str, Any]], dict[int, tuple[str, ...]]]:
         """The state of each number, the groups, and the tensors that the parameter of each number holds."""
         check_link(self.path, self.path.parent)
-        with damage("its optimizer is not what PyTorch saves", self.path, DROP):
+        with damage("its optimizer is not what PyTorch saves", self.path, DROP_OPTIMIZER):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
             shapes = dict[int, tuple[int, ...]]()
@@ -165,14 +164,14 @@ class NumberedOptimizer:
                 for kind, one in tensors.items():
                     if not (isinstance(kind, str) and kind.isidentifier()):
                         what = f"a kind of state of parameter {shown(index)} that is no name: {shown(kind)}"
-                        raise CheckpointError(what, where=self.path, do=DROP)
+                        raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                     if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
                         what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
-                        raise CheckpointError(what, where=self.path, do=DROP)
+                        raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                 found = {one.shape if isinstance(one, LocatedTensor) else None for one in tensors.values()}
                 if len(found) != 1 or None in found:
                     what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
-                    raise CheckpointError(what, where=self.path, do=DROP)
+                    raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                 shapes[index] = next(iter(tensors.values())).shape
             return states, groups, parameters_by_number(groups, shapes, self.parameters, self.path)
 
@@ -202,9 +201,9 @@ class NumberedOptimizer:
     def run(self) -> TrainerRun:
         """Its count and settings."""
         states, groups, _ = self._state
-        with damage("its optimizer has no count of updates", self.path, DROP):
+        with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
-            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP)
+            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP_OPTIMIZER)
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))

@@ -11,11 +11,9 @@ from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.checkpoints.trainer_run import NO_COUNT, TrainerRun, adam_settings, lost_settings
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ class SavedStatesReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
         if self._saved.updates is None:
-            do = "--drop-optimizer leaves the optimizer behind."
-            raise CheckpointError("nothing says how many updates the optimizer made", where=self._directory, do=do)
+            raise CheckpointError(NO_COUNT, where=self._directory, do=DROP_OPTIMIZER)
         left = ("the schedule of learning rates, whose kind is not stored", *self._saved.left)
         more = ("random generators", "the order of data", *lost_settings(self._saved.groups))
         return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, *more))

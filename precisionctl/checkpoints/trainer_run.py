@@ -13,6 +13,9 @@ from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file, read_file
 
+NO_COUNT = "nothing says how many updates the optimizer made"
+"""Of an optimizer without Adam's count, without which no other goes on from it."""
+
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
 
@@ -103,6 +106,11 @@ def _is_finite(value: object) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 63  # others may be no float
     return isinstance(value, float) and math.isfinite(value)
+
+
+def other_counts(updates: Iterable[int]) -> str:
+    """In words, that Adam has counted each parameter's updates by itself: one count has no place for it."""
+    return f"its parameters had other numbers of updates: {shown(sorted(updates))}"
 
 
 def number(value: object, path: Path) -> int:

@@ -25,12 +25,12 @@ from typing import Any
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
 from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
-from precisionctl.checkpoints.numbered_optimizer import DROP, TIED, names_by_number
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, SavedStatesReader, first_names
+from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
+from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import number
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
-from precisionctl.param import TensorSpec
+from precisionctl.checkpoints.trainer_run import number, other_counts
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
@@ -104,7 +104,7 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
     if not updates:
         return saved  # it has made none
     if len(updates) > 1:
-        return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
+        return replace(saved, unread=other_counts(updates))
     try:
         moments = {kind: _moments(states, kind, groups, parameters) for kind in MOMENTS}
     except DamagedCheckpoint:
@@ -196,7 +196,7 @@ def _moments(
     numbers = [number for group in groups for number in group["params"]]
     if unnamed := {number for _, state in states for number in state}.difference(numbers):
         what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
-        raise CheckpointError(what, where=states[0][0], do=DROP)
+        raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)
     # FSDP 1 saves an output layer that is tied with bytes of its own
     for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
@@ -215,7 +215,7 @@ def _moments(
                     tensors[name] = FlatTensor(spec, Within(whole.flat, end - size))
             return tensors
     what = f"an optimizer of {len(numbers)} parameters or units, which are none of this model's"
-    raise CheckpointError(what, where=states[0][0], do=DROP)
+    raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)
 
 
 def _units(names: Sequence[str]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrange import SAME, Gamma
-from precisionctl.errors import MappingError
+from precisionctl.errors import DROP_OPTIMIZER, MappingError
 from precisionctl.param import KINDS, STATE, Layout, TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
@@ -63,7 +63,7 @@ def optimizer_jobs(
         what = f"`{STATE}{kind}.{parameter}`" if kind in KINDS else f"`{parameter}`"
         raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
     frozen = "Was a part of the model frozen, or trained by another optimizer than Adam?"
-    check_names(missing, [], f"{frozen} --drop-optimizer leaves the optimizer behind.")
+    check_names(missing, [], f"{frozen} {DROP_OPTIMIZER}")
 
 
 def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:

@@ -21,11 +21,11 @@ from precisionctl.checkpoints.deepspeed.states import (
     whole_tensor,
 )
 from precisionctl.checkpoints.flat import FlatTensor
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates
+from precisionctl.checkpoints.saved_states import SavedStates
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.checkpoints.trainer_run import number
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.param import TensorSpec
+from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
 ZERO = "zero"

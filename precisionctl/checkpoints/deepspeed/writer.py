@@ -19,12 +19,11 @@ from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, 
 from precisionctl.checkpoints.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.saved_states import MOMENTS
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import MOMENTS, STATE, TensorSpec
 
 _VERSION = "0.19.8"
 

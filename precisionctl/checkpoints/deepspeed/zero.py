@@ -36,11 +36,11 @@ from precisionctl.checkpoints.deepspeed.states import (
 )
 from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import names_by_number
-from precisionctl.checkpoints.saved_states import MOMENTS, SavedStates, first_names
+from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_run import number
+from precisionctl.checkpoints.trainer_run import number, other_counts
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
-from precisionctl.param import TensorSpec
+from precisionctl.param import MOMENTS, TensorSpec
 
 _PARAM = "param"
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
@@ -149,8 +149,7 @@ def _counts(contents: Iterable[_RankStates]) -> Iterable[Any]:
 def _same_number(contents: Sequence[_RankStates]) -> int | None:
     counted = set().union(*(rank.updates for rank in contents))
     if len(counted) > 1:
-        what = f"its parameters had other numbers of updates: {shown(sorted(counted))}"
-        raise DamagedCheckpoint(what, where=contents[0].path, do="Is each file of this checkpoint?")
+        raise DamagedCheckpoint(other_counts(counted), where=contents[0].path, do="Is each file of this checkpoint?")
     return counted.pop() if counted else None
 
 
@@ -253,7 +252,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
         updates = {number(state["step"], path) for state in inner["state"].values()}
     if len(updates) > 1:
-        return replace(saved, unread=f"its parameters had other numbers of updates: {shown(sorted(updates))}")
+        return replace(saved, unread=other_counts(updates))
     masters = found.pop(_PARAM)
     _check_order(masters, states)
     weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}

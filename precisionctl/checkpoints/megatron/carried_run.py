@@ -19,8 +19,8 @@ from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, adam_settings
-from precisionctl.errors import CheckpointError, damage
+from precisionctl.checkpoints.trainer_run import NO_COUNT, TrainedReader, TrainerRun, adam_settings
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import STATE, Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
@@ -150,14 +150,13 @@ def has_muon(reader: MegatronReader) -> bool:
 def trainer_run_of(reader: MegatronReader) -> TrainerRun:
     """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or was trained
     by Muon."""
-    do = "--drop-optimizer leaves the optimizer behind."
     if has_muon(reader):
         what = "Muon's momentum (`momentum_buffer`), which goes from Megatron to Megatron alone"
-        raise CheckpointError(what, where=reader.path, do=do)
-    with damage("an optimizer that is not Megatron's", reader.path, do):
+        raise CheckpointError(what, where=reader.path, do=DROP_OPTIMIZER)
+    with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
         step, group = adam_of(reader)
         if step is None:
-            raise CheckpointError("nothing says how many updates the optimizer made", where=reader.path, do=do)
+            raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
         return TrainerRun(int(step), adam_settings([{**group, **rates}]), ("the schedule", "random generators"))
 

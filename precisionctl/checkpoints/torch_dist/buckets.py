@@ -20,14 +20,13 @@ from precisionctl.checkpoints.base import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import KINDS, STATE, TensorSpec
 
 _KEY = re.compile(
     r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"
     r"\.dtype_\(torch\.\w+, torch\.\w+\)\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 _ALIGNMENT = 64
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
 _NO_PARAMETER = (".expert_bias",)
 """A router's expert bias is a buffer that a rule updates; no optimizer has it."""
 
@@ -107,8 +106,8 @@ def _buffers(stored: Mapping[str, dcp.DcpTensor]) -> _Buffers:
     dtypes = {(kind, one.dtype) for buckets in found.values() for b in buckets.values() for kind, one in b.items()}
     for buckets in found.values():
         shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets.values()]
-        whole = set(buckets) == set(range(len(buckets))) and all(set(b) == set(_KINDS) for b in buckets.values())
-        if not whole or len(dtypes) != len(_KINDS) or any(len(s) > 1 or len(min(s)) != 1 for s in shapes):
+        whole = set(buckets) == set(range(len(buckets))) and all(set(b) == set(KINDS) for b in buckets.values())
+        if not whole or len(dtypes) != len(KINDS) or any(len(s) > 1 or len(min(s)) != 1 for s in shapes):
             return {}
     return {at: [_Bucket(buckets[number]) for number in range(len(buckets))] for at, buckets in found.items()}
 
@@ -128,7 +127,7 @@ class _Unpacking:
             if layer := layer_of(name):
                 self._layers.setdefault(layer[0], []).append(name)
         self._experts = 1 + max((expert_of(name) or 0 for name in names), default=0)
-        self._found: dict[str, list[TensorPart]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in _KINDS}
+        self._found: dict[str, list[TensorPart]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in KINDS}
         self._seen: set[tuple[str, Box]] = set()
 
     def _ranks(self, optimizer: int) -> int:
@@ -260,7 +259,7 @@ class _Unpacking:
         if key in self._seen:
             return
         self._seen.add(key)
-        for kind in _KINDS:
+        for kind in KINDS:
             found = self._found[f"{STATE}{kind}.{at.local.name}"]
             for piece in bucket.within(kind, at.start, at.start + at.local.elements):
                 begin = max(piece.offsets[0], at.start)

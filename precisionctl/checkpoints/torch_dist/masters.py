@@ -12,7 +12,7 @@ import torch
 from precisionctl.checkpoints.base import Chunk, in_pieces, read_rows
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
 _ELEMENTS = 1 << 20
@@ -44,7 +44,7 @@ def prove_masters(reader: TorchDistReader) -> str:
         raise DamagedCheckpoint(
             f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
             where=reader.path,
-            do="--drop-optimizer leaves the optimizer behind.",
+            do=DROP_OPTIMIZER,
         )
     return f"The optimizer's master of these is not their weight: {', '.join(differing)}." if differing else ""
 

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.torch_legacy.optimizer import DROP
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import STATE
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
+from precisionctl.param import KINDS, STATE
 
 FILE = "distrib_optim.pt"
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64
 """Elements."""
 
@@ -39,12 +37,12 @@ def bucket_tensors(path: Path, stages: Sequence[Mapping[str, LocatedTensor]]) ->
             continue
         if not isinstance(buffers, dict) or buffers.get("buckets_coalesced") is not True:
             what = "its buckets are stored one by one, as before megatron-core 0.6" if isinstance(buffers, dict) else ""
-            raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=DROP)
+            raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=DROP_OPTIMIZER)
         groups = _groups(stages, None if len(optimizers) == 1 else number == 1)
         tables = {key: table for key, table in buffers.items() if type(key) is int}
         if sorted(tables) != list(range(len(groups))):
             raise DamagedCheckpoint(
-                f"{len(tables)} buffers for {len(groups)} groups of parameters", where=path, do=DROP
+                f"{len(tables)} buffers for {len(groups)} groups of parameters", where=path, do=DROP_OPTIMIZER
             )
         for index, group in enumerate(groups):
             yield from _buffer(tables[index], group, path)
@@ -66,19 +64,19 @@ def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None)
 def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Iterator[tuple[str, LocatedTensor]]:
     """Locate the tensors of one buffer, which holds the parameters of `group`."""
     (of_dtype,) = table.values() if isinstance(table, dict) and len(table) == 1 else (None,)
-    flat = [of_dtype.get(kind) for kind in _KINDS] if isinstance(of_dtype, dict) else [None]
+    flat = [of_dtype.get(kind) for kind in KINDS] if isinstance(of_dtype, dict) else [None]
     if not all(isinstance(tensor, LocatedTensor) and len(tensor.shape) == 1 for tensor in flat):
-        raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=DROP)
+        raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=DROP_OPTIMIZER)
     end = 0
     starts = {}
     for name, parameter in reversed(list(group.items())):
         starts[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = starts[name] + math.prod(parameter.shape)
-    for kind, tensor in zip(_KINDS, flat, strict=True):
+    for kind, tensor in zip(KINDS, flat, strict=True):
         assert isinstance(tensor, LocatedTensor)
         if tensor.shape != (end,):
             what = f"the optimizer's {kind} has {tensor.shape[0]} elements, its parameters {end}"
-            raise DamagedCheckpoint(what, where=path, do=DROP)
+            raise DamagedCheckpoint(what, where=path, do=DROP_OPTIMIZER)
         for name, parameter in group.items():
             offset = tensor.offset + starts[name] * tensor.dtype.itemsize
             yield f"{STATE}{kind}.{name}", LocatedTensor(tensor.dtype, parameter.shape, offset)

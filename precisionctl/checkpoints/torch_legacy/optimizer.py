@@ -16,15 +16,12 @@ import torch
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
-from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import STATE
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
+from precisionctl.param import MOMENTS, STATE
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
-DROP = "--drop-optimizer leaves the optimizer behind."
 NO_PARAMETERS = ("expert_bias", "_extra_state")
 """Suffixes of names in a state dict that no optimizer has. (A router's expert bias is updated by a rule.)"""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's moments, by their keys in the state."""
 _DECOUPLED = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 """Suffixes of parameters that `--decoupled-lr` puts into parameter groups of their own."""
 
@@ -65,7 +62,7 @@ def optimizer_tensors(
         numbers = group.get("params", [])
         if len(names) != len(numbers) or (masters is not None and len(masters) != len(names)):
             what = f"an optimizer's group of {len(numbers)} parameters, where the model has {len(names)} such"
-            raise DamagedCheckpoint(what, where=path, do=DROP)
+            raise DamagedCheckpoint(what, where=path, do=DROP_OPTIMIZER)
         for index, (name, number) in enumerate(zip(names, numbers, strict=True)):
             state = inner["state"].get(number, {})
             found = {kind: value for kind, value in state.items() if kind != "step"}

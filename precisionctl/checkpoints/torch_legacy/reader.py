@@ -36,7 +36,6 @@ from precisionctl.checkpoints.torch_legacy.names import (
     renumbered,
 )
 from precisionctl.checkpoints.torch_legacy.optimizer import (
-    DROP,
     NO_OPTIMIZER,
     NO_PARAMETERS,
     common_optimizer,
@@ -52,7 +51,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
     gathered,
 )
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
-from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -182,7 +181,7 @@ class LegacyReader(MegatronDirectory):
             stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
         for rank in self._ranks:
             beside = rank.path.with_name(BUCKETS)
-            with damage(NO_OPTIMIZER, rank.path, DROP):
+            with damage(NO_OPTIMIZER, rank.path, DROP_OPTIMIZER):
                 states = list(optimizer_tensors(rank.content, stages[rank.path], rank.path))
             for name, tensor in states:
                 yield rank, name, tensor
@@ -263,7 +262,7 @@ class LegacyReader(MegatronDirectory):
         models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
         kept = {key: value for key, value in rank.content.items() if key not in {*models, "optimizer", "rng_state"}}
         common: dict[str, Any] = _read(kept, rank.path)
-        with damage(NO_OPTIMIZER, rank.path, DROP):
+        with damage(NO_OPTIMIZER, rank.path, DROP_OPTIMIZER):
             optimizer = common_optimizer(rank.content, rank.path)
         common |= {"optimizer": optimizer} if optimizer else {}
         return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})

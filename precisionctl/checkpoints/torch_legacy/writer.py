@@ -33,7 +33,7 @@ from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
-from precisionctl.checkpoints.torch_legacy.optimizer import MOMENTS, optimizer_state
+from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
 from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
 from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
@@ -42,7 +42,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ONE_RANK, STATE, Parallelism, TensorSpec
+from precisionctl.param import MOMENTS, ONE_RANK, STATE, Parallelism, TensorSpec
 
 _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOp
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.checkpoints.trainer_run import NO_COUNT, of_trainer
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
 from precisionctl.model_shape import ModelShape
@@ -322,7 +322,7 @@ def updates(source: MegatronReader) -> int:
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
         step, _ = adam_of(source)
         if step is None:
-            raise CheckpointError("nothing says how many updates the optimizer made", where=source.path, do=_WITHOUT)
+            raise CheckpointError(NO_COUNT, where=source.path, do=_WITHOUT)
         return int(step)
 
 
