@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from precisionctl.checkpoints import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.errors import RecipeError
+from precisionctl.errors import MappingError, RecipeError
+from precisionctl.param import MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,6 +106,46 @@ def test_bytes_do_not_depend_on_workers_and_large_tensors_are_cut(
     pieces = index.state_dict_metadata["model.model.embed_tokens.weight"].chunks  # type: ignore[union-attr]
     assert [chunk.sizes[0] for chunk in pieces] == [39] * 6 + [16]
     assert loaded(tmp_path / "1", "llama-3")[0].state_dict().keys() == model.state_dict().keys()
+
+
+def test_torchtitans_names_are_written_and_read_back_to_the_same_bytes(tmp_path: Path) -> None:
+    """The reader finds rows of pairs head by head; the writer computes them. tests/peers has torchtitan itself."""
+    model, optimizer = trained("llama-tied")
+    made = save(tmp_path / "made", states(model, optimizer))
+    reference = config_of(model, tmp_path / "config")
+    for to in ("torchtitan", "dcp"):
+        conversions.run(made, tmp_path / to, "hf", container=to, reference=reference, verify=True)
+    conversions.run(tmp_path / "torchtitan", tmp_path / "back", "hf", container="dcp")
+    for name in (".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "dcp" / name).read_bytes()
+    index = FileSystemReader(tmp_path / "torchtitan").read_metadata()
+    keys = {key for key in index.state_dict_metadata if ".1." not in key and "param_groups" not in key}
+    assert {key for key in keys if "layers.0.attention.qkv" in key} == {
+        *(f"layers.0.attention.qkv_linear.w{one}.weight" for one in "qkv"),
+        *(f"optimizer.state.layers.0.attention.qkv_linear.wqkv.weight.{one}" for one in ("step", *MOMENTS)),
+    }
+    size = model.config.head_dim
+    state = {
+        "layers.0.attention.qkv_linear.wk.weight": torch.empty(model.model.layers[0].self_attn.k_proj.weight.shape)
+    }
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "torchtitan"), no_dist=True)
+    assert torch.equal(*state.values(), in_pairs(model.model.layers[0].self_attn.k_proj.weight, size))
+
+
+def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Number i of the first half of a head, then number i of the second, row by row."""
+    order = [head + i + half for head in range(0, len(rows), size) for i in range(size // 2) for half in (0, size // 2)]
+    return rows[order]
+
+
+@pytest.mark.parametrize(
+    ("family", "said"), [("qwen3", "its Llama alone.*qwen3"), ("llama-biases", "no `model.layers")]
+)
+def test_torchtitan_is_refused_a_model_that_its_llama_is_not(tmp_path: Path, family: str, said: str) -> None:
+    biases = {"attention_bias": True} if family == "llama-biases" else {}
+    pico.save(tmp_path / "hf", "llama-3" if biases else family, **biases)
+    with pytest.raises(MappingError, match=said):
+        plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="torchtitan"))
 
 
 def test_an_fp8_directory_becomes_values_and_no_codes_are_written(tmp_path: Path) -> None:

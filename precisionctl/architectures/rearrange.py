@@ -170,6 +170,30 @@ class Alternating(_Computation):
         return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1),)
 
 
+@dataclass(frozen=True)
+class RotaryPairs(_Computation):
+    """Query, key and value of another move, in which the two numbers of a rotary pair are neighbouring rows of queries
+    and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second ones.
+
+    It permutes single rows, as Alternating does.
+    """
+
+    inner: Rearrangement
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return self._turned(self.inner.merge(parts, model), (-1, 2), model)
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return self.inner.split(self._turned(whole, (2, -1), model), model)
+
+    def _turned(self, whole: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
+        """Megatron's tensor with the rows of queries and keys, which are `order` (number, pair) of each head, in the
+        other order."""
+        groups = whole.reshape(model.num_query_groups, -1, model.kv_channels, *whole.shape[1:])
+        with_pairs = groups[:, :-1].unflatten(2, order).transpose(2, 3).flatten(2, 3)
+        return torch.cat([with_pairs, groups[:, -1:]], dim=1).flatten(0, 2)
+
+
 class Squeezed(_Computation):
     """Hugging Face keeps a vector as a matrix of one row."""
 

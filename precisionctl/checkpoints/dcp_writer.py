@@ -37,6 +37,8 @@ _SWITCHES: dict[str, Any] = {
 }
 """What else a parameter group of torch.optim.AdamW has."""
 
+_UNDECAYED = {"weight_decay": 0.0}
+
 
 class DcpWriter:
     """Writes a directory with `.metadata`, and config.json and tokenizer beside it. `specs` are the model's tensors by
@@ -66,11 +68,20 @@ class DcpWriter:
     def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The key that a tensor is stored under, and its place in a stack of experts."""
         stored, expert = stored_name(name)
-        kind, _, parameter = stored.removeprefix(STATE).partition(".")
-        path = ("optimizer", "state", parameter, kind) if stored.startswith(STATE) else ("model", stored)
+        if stored.startswith(STATE):
+            kind, _, parameter = stored.removeprefix(STATE).partition(".")
+            path = self._path_of_state(parameter, kind)
+        else:
+            path = self._path_of_weight(stored)
         key = ".".join(path)
         self._paths[key] = path
         return key, () if expert is None else (expert,)
+
+    def _path_of_weight(self, name: str) -> tuple[str, ...]:
+        return "model", name
+
+    def _path_of_state(self, parameter: str, kind: str) -> tuple[str, ...]:
+        return "optimizer", "state", parameter, kind
 
     @cached_property
     def stored(self) -> dict[str, dcp.DcpTensor]:
@@ -117,10 +128,38 @@ class DcpWriter:
         decays = {stored_name(name)[0]: len(spec.shape) > 1 for name, spec in moments.items()}
         count = torch_zip_writer.dump(torch.tensor(float(self._run.updates)))
         for name in decays:
-            yield ("optimizer", "state", name, "step"), count, ()
+            yield self._path_of_state(name, "step"), count, ()
         settings = _ADAMW | dict(self._run.settings)
         settings |= {"initial_lr": self._run.settings.get("initial_lr", settings["lr"])} | _SWITCHES
+        for place_of, value in self._settings(decays, settings, self._run.updates):
+            yield place_of, torch_zip_writer.dump(value), None
+
+    def _settings(
+        self, decays: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+    ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        """The `settings` of AdamW, each with its path, in two groups: of the parameters that decay, and of others."""
         for number, undecayed in enumerate((False, True)):
-            group = settings | {"params": [name for name, many in decays.items() if many != undecayed]}
-            for key, value in (group | ({"weight_decay": 0.0} if undecayed else {})).items():
-                yield ("optimizer", "param_groups", number, key), torch_zip_writer.dump(value), None
+            group = {**settings, "params": [name for name, many in decays.items() if many != undecayed]}
+            for key, value in (group | (_UNDECAYED if undecayed else {})).items():
+                yield ("optimizer", "param_groups", number, key), value
+
+
+class TorchtitanWriter(DcpWriter):
+    """The same as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with settings for
+    each parameter; and how far schedule and training are, by Adam's count. `specs` have torchtitan's names."""
+
+    def _path_of_weight(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def _path_of_state(self, parameter: str, kind: str) -> tuple[str, ...]:
+        return "optimizer", f"state.{parameter}.{kind}"
+
+    def _settings(
+        self, decays: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+    ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        for parameter, decayed in decays.items():
+            for key, value in ({**settings} if decayed else {**settings, **_UNDECAYED}).items():
+                yield ("optimizer", f"param_groups.{parameter}.{key}"), value
+        yield ("lr_scheduler", "last_epoch"), updates
+        yield ("train_state", "step"), updates
+        yield ("train_state", "ntokens_seen"), 0

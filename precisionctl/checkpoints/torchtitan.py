@@ -14,23 +14,31 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.model_shape import ModelShape
 
 EMBEDDING = "tok_embeddings.weight"
 
 _NAMES = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "attention.qkv_linear.wq": "self_attn.q_proj",
+    "attention.qkv_linear.wk": "self_attn.k_proj",
+    "attention.qkv_linear.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
-"""torchtitan's names of a Llama (torchtitan/models/llama3, 0.3.0 and older), as expressions, and Hugging Face's."""
+"""torchtitan's names of a Llama's modules, of those of a layer too, and Hugging Face's (torchtitan/models/llama3)."""
+
+_OLDER = {"output": "lm_head", **{f"attention.w{one}": f"self_attn.{one}_proj" for one in "qkv"}}
+"""Those of versions before."""
+
+_TITAN = re.compile(r"(layers\.\d+\.|)(.+)\.weight")
 
 _FUSED = re.compile(r"layers\.(\d+)\.attention\.qkv_linear\.wqkv\.weight")
 
@@ -62,7 +70,22 @@ class Heads:
 
 def hf_name(name: str) -> str:
     """Hugging Face's name for torchtitan's; any other name as it is."""
-    return next((re.sub(old, new, name) for old, new in _NAMES.items() if re.fullmatch(old, name)), name)
+    match = _TITAN.fullmatch(name)
+    found = match and (_NAMES | _OLDER).get(match[2])
+    return f"{'model.' if match[1] else ''}{match[1]}{found}.weight" if match and found else name
+
+
+def torchtitan_name(name: str) -> str:
+    """torchtitan's name for Hugging Face's. Raises MappingError for what its Llama has not."""
+    for titan, hf in _NAMES.items():
+        if match := re.fullmatch(rf"(?:model\.(layers\.\d+\.))?{re.escape(hf)}\.weight", name):
+            return f"{match[1] or ''}{titan}.weight"
+    raise MappingError(f"torchtitan's Llama has no `{name}`", do="Write --to dcp, or --to hf.")
+
+
+def fused_name(name: str) -> str:
+    """The name that moments of queries, keys or values have together."""
+    return re.sub(r"\.w[qkv]\.weight$", ".wqkv.weight", name)
 
 
 def by_hf_names(stored: Chunked, names: Mapping[str, str], model: ModelShape, where: Path) -> dict[str, str | Heads]:

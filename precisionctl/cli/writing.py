@@ -61,9 +61,10 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.argument("destination", type=NEW_PATH)
 @click.option(
     "--to",
-    type=click.Choice(["hf", "megatron", "dcp", "deepspeed"]),
+    type=click.Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"]),
     required=True,
-    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names. deepspeed: a universal one.",
+    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names; torchtitan: with its own. "
+    "deepspeed: a universal one.",
 )
 @click.option(
     "--precision",
@@ -111,7 +112,11 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     """
     from precisionctl.commands.request import Request
 
-    if container := {"dcp": "dcp", "deepspeed": "deepspeed-universal"}.get(what["to"]):
+    if container := {
+        "dcp": "dcp",
+        "torchtitan": "torchtitan",
+        "deepspeed": "deepspeed-universal",
+    }.get(what["to"]):
         what |= {"to": "hf", "container": what["container"] or container}
     do(Request(recipe=precision_of(recipe, megatron), **what), how)
 

@@ -9,7 +9,7 @@ from typing import Any
 from precisionctl import __version__
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
-from precisionctl.checkpoints.dcp_writer import DcpWriter
+from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
@@ -21,7 +21,7 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
-from precisionctl.commands.request import DCP, DEEPSPEED, Request
+from precisionctl.commands.request import DCP, DEEPSPEED, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import MappingError, OutputError
@@ -102,8 +102,9 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
     config = _config(plan)
-    if request.container == DCP:
-        return DcpWriter(output.partial, plan.targets, companions, config, _trainer_run(source))
+    if request.container in (DCP, TORCHTITAN):
+        make_dcp = TorchtitanWriter if request.container == TORCHTITAN else DcpWriter
+        return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))
     if request.container == DEEPSPEED:
         run = _trainer_run(source)
         if run is None:

@@ -29,8 +29,11 @@ DCP = "dcp"
 DEEPSPEED = "deepspeed-universal"
 """The container that DeepSpeed goes on from with any ZeRO, on any number of ranks."""
 
-STATE_DICTS = (DCP, DEEPSPEED)
-"""Containers of what trainers load: names that a model's class has in memory, FP32 masters and an optimizer."""
+TORCHTITAN = "torchtitan"
+"""The container that torchtitan goes on from: PyTorch's own, under its Llama's names."""
+
+STATE_DICTS = (DCP, TORCHTITAN, DEEPSPEED)
+"""Containers of what trainers load: names that a model has in memory, FP32 masters and an optimizer."""
 
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""

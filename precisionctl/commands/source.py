@@ -16,7 +16,8 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import TE, Request
+from precisionctl.commands.request import TE, TORCHTITAN, Request
+from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
@@ -91,6 +92,8 @@ def open_source(request: Request) -> Source:
         wanted=encodings.weights if encodings and request.for_inference else (),
         state_dict=request.is_state_dict,
     )
+    if request.container == TORCHTITAN:
+        plan = with_torchtitan_names(plan)
     if request.include or request.exclude:
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:

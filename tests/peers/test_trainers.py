@@ -104,7 +104,7 @@ def test_hf_trainer_goes_on_from_what_came_through_megatron(accelerated: tuple[P
 
 
 @pytest.mark.parametrize(("ranks", "fused"), [(1, True), (2, True), (2, False)])
-def test_torchtitans_weights_and_moments_are_its_own_adapters_to_the_last_bit(
+def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_from_ours_to_the_last_bit(
     tmp_path: Path, ranks: int, fused: bool
 ) -> None:
     versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
@@ -123,6 +123,10 @@ def test_torchtitans_weights_and_moments_are_its_own_adapters_to_the_last_bit(
     live = torch.load(tmp_path / "live.pt")
     expected = as_state_dict(live["param"], exp_avg=live["exp_avg"], exp_avg_sq=live["exp_avg_sq"])
     assert_same(read_by_torch(tmp_path / "back", expected), expected)
+    if fused:  # as all of its own configs are
+        conversions.run(tmp_path / "megatron", tmp_path / "on" / "checkpoint" / "step-2", "hf", container="torchtitan")
+        run_ranks(python, ranks, "torchtitan_save.py", tmp_path / "on", "on", FUSED="1")
+        assert_same({"": torch.load(tmp_path / "on" / "resumed.pt")}, {"": torch.load(tmp_path / "after.pt")})
 
 
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
@@ -143,3 +147,19 @@ def test_what_verl_saves_of_fsdp_1_and_2_is_what_the_run_held(tmp_path: Path, ra
         run, back = tmp_path / kind / "global_step_2" / "actor", tmp_path / f"{kind}-back"
         conversions.run(run, back, "hf", container="dcp", verify=True)
         assert_same(read_by_torch(back, expected), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_fsdp_2_goes_on_from_what_came_through_megatron(tmp_path: Path, ranks: int) -> None:
+    """No release of megatron-fsdp can save yet: MEGATRON_LM is a clone of Megatron-LM, of August 2026 or later."""
+    if "MEGATRON_LM" not in os.environ:
+        pytest.skip("MEGATRON_LM names no clone of Megatron-LM")
+    path = f"{os.environ['MEGATRON_LM']}/megatron/core/distributed/fsdp/src"
+    run_ranks(sys.executable, ranks, "megatron_fsdp_2.py", tmp_path / "run", PYTHONPATH=path)
+    made, reference = tmp_path / "run" / "checkpoint", tmp_path / "run" / "config"
+    conversions.run(made, tmp_path / "megatron", "megatron", "bf16", reference=reference, verify=True)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf", container="dcp")
+    run_ranks(sys.executable, ranks, "megatron_fsdp_2.py", tmp_path / "on", tmp_path / "back", PYTHONPATH=path)
+    for rank in range(ranks):
+        whole, resumed = (json.loads((tmp_path / run / f"losses-{rank}.json").read_text()) for run in ("run", "on"))
+        assert len(whole) == 8 and resumed == whole[3:]

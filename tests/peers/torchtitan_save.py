@@ -1,7 +1,9 @@
-"""torchtitan's own Llama, optimizer container and checkpoint manager, on CPU processes: torchtitan_save.py OUT.
+"""torchtitan's own Llama, optimizer, schedule and checkpoint manager, on CPU processes: torchtitan_save.py OUT [on].
 
 OUT/checkpoint/step-2, and OUT/live.pt: weights as torchtitan's adapter gives them Hugging Face's names, and moments
-that are given them by the same. A package of Triton kernels is replaced before it is imported; gradients are random.
+that are given them by the same. OUT/after.pt is what five more updates make of it. With `on` the run goes on from the
+OUT/checkpoint/step-2 that is there, to OUT/resumed.pt. A package of Triton kernels is replaced before it is imported;
+gradients are random.
 """
 
 import os
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-OUT = Path(sys.argv[1])
+OUT, GOES_ON = Path(sys.argv[1]), len(sys.argv) > 2
 
 
 class Stub(types.ModuleType):
@@ -34,13 +36,26 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
-from torchtitan.components.optimizer import OptimizersContainer, default_adamw  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw  # noqa: E402
 
 DIM, HEADS, GROUPS, LAYERS, VOCABULARY, FFN = 64, 4, 2, 2, 96, 128
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+class Progress:
+    """The part of torchtitan's Trainer that it saves of itself."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ntokens_seen": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
 
 
 def main() -> None:
@@ -67,7 +82,7 @@ def main() -> None:
         ),
     )
     model = config.build()
-    torch.manual_seed(1)
+    torch.manual_seed(99 if GOES_ON else 1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.05 + (parameter.ndim == 1))
@@ -79,10 +94,18 @@ def main() -> None:
     adam = default_adamw(lr=1e-2)
     adam.implementation = "for-loop"
     optimizer = OptimizersContainer(adam, model_parts=[model])
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+    schedule = LRSchedulersContainer.Config(warmup_steps=1).build(optimizers=optimizer, training_steps=10)
+    progress = Progress()
+
+    def update(times: int) -> None:
+        for _ in range(times):
+            torch.manual_seed(progress.step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            schedule.step()
+            progress.step += 1
+
     settings = CheckpointManager.Config(
         enable=True, interval=1, folder="checkpoint", async_mode="disabled", keep_latest_k=0
     )
@@ -91,14 +114,17 @@ def main() -> None:
         dataloader=None,
         model_parts=[model],
         optimizers=optimizer,
-        lr_schedulers=None,
-        states={},
+        lr_schedulers=schedule,
+        states={"train_state": progress},
         sd_adapter=None,
         base_folder=str(OUT),
     )
     manager.states.pop("dataloader")
-    manager.states.pop("lr_scheduler")
-    manager.save(2)
+    if GOES_ON:
+        manager.load(2)
+    else:
+        update(2)
+        manager.save(2)
     adapter, live = llama.Llama3StateDictAdapter(config, None), {}
     live["param"] = adapter.to_hf({name: whole(tensor) for name, tensor in model.state_dict().items()})
     states = {id(p): state for one in optimizer.optimizers for p, state in one.state.items()}
@@ -109,8 +135,12 @@ def main() -> None:
             for name, parameter in single.named_parameters():
                 parameter.copy_(moments[name])
         live[kind] = adapter.to_hf({name: whole(tensor) for name, tensor in single.state_dict().items()})
+    update(5)
+    after = {name: whole(parameter) for name, parameter in model.named_parameters()}
     if dist.get_rank() == 0:
-        torch.save(live, OUT / "live.pt")
+        torch.save(after, OUT / ("resumed.pt" if GOES_ON else "after.pt"))
+        if not GOES_ON:
+            torch.save(live, OUT / "live.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,43 @@
+"""A plan whose result has torchtitan's names: what its Llama saves, with rows in its order."""
+
+from dataclasses import replace
+
+from precisionctl.architectures.rearrange import QKV, SAME, RotaryPairs
+from precisionctl.checkpoints.torchtitan import fused_name, torchtitan_name
+from precisionctl.errors import MappingError
+from precisionctl.param import STATE, TensorSpec
+from precisionctl.planning.plan import Job, Plan
+
+
+def with_torchtitan_names(plan: Plan) -> Plan:
+    """The plan of a Llama's state dict, under torchtitan's names. Queries and keys have rotary pairs in neighbouring
+    rows. Moments of attention are of one tensor, as all of torchtitan's own configs have it (`fuse_qkv`).
+
+    Raises MappingError for any other model, and for a Llama with biases.
+    """
+    if plan.model.architecture != "llama":
+        what = f"torchtitan's names are known of its Llama alone, and this is a {plan.model.architecture}"
+        raise MappingError(what, do="Write --to hf, which torchtitan loads with --checkpoint.initial_load_in_hf.")
+    jobs, targets = list[Job](), dict[str, TensorSpec]()
+    for job in plan.jobs:
+        row, writes = job.row, tuple(_torchtitan_name(name) for name in job.writes)
+        if row.rearrangement == QKV:
+            row = replace(row, rearrangement=RotaryPairs(QKV), as_stored=row.source)
+            if job.name.startswith(STATE):
+                fused = tuple(dict.fromkeys(fused_name(name) for name in writes))
+                row, writes = replace(row, names=row.hf[:1], rearrangement=RotaryPairs(SAME)), fused
+        jobs.append(replace(job, row=row, writes=writes))
+        shapes = row.shapes(plan.model, "hf")
+        for new, old, shape in zip(
+            writes, job.writes, (*shapes, *shapes), strict=False
+        ):  # a tied tensor is there twice
+            targets[new] = replace(plan.targets[old], shape=shape)
+    return replace(plan, jobs=tuple(jobs), targets=targets)
+
+
+def _torchtitan_name(name: str) -> str:
+    """The name of a weight, or of the state of one."""
+    if not name.startswith(STATE):
+        return torchtitan_name(name)
+    kind, _, parameter = name.removeprefix(STATE).partition(".")
+    return f"{STATE}{kind}.{torchtitan_name(parameter)}"
