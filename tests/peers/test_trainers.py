@@ -1,5 +1,6 @@
 """Checkpoints that real trainers write are read to the last bit; what is written of them, the trainers go on from."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -14,10 +15,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from core_models import of_stages
 from forked import free_port
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer, trainer_run_of
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.param import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -129,17 +137,20 @@ def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_fro
         assert_same({"": torch.load(tmp_path / "on" / "resumed.pt")}, {"": torch.load(tmp_path / "after.pt")})
 
 
+def verl() -> Path:
+    versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
+    also = "accelerate peft omegaconf tensordict".split()
+    return environments.python_with(
+        "verl", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "verl==0.9.1")
+    )
+
+
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True), (4, False)])
 def test_what_verl_saves_of_fsdp_1_and_2_is_what_the_run_held(tmp_path: Path, ranks: int, tied: bool) -> None:
     """FSDP 1 trains the same bits as FSDP 2, which can say what it holds. Of four ranks two are a replica."""
-    versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
-    also = "accelerate peft omegaconf tensordict".split()
-    python = environments.python_with(
-        "verl", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "verl==0.9.1")
-    )
     kinds = ("fsdp2", "fsdp1", "fsdp1-orig")
     for kind in kinds:
-        run_ranks(python, ranks, "verl_save.py", tmp_path, kind, TIED=str(int(tied)))
+        run_ranks(verl(), ranks, "verl_save.py", tmp_path, kind, TIED=str(int(tied)))
     live = torch.load(tmp_path / "fsdp2" / "live.pt")
     moments = {kind: {name: state[kind] for name, state in live["state"].items()} for kind in ("exp_avg", "exp_avg_sq")}
     expected = as_state_dict(live["model"], **moments)
@@ -163,3 +174,29 @@ def test_megatron_fsdp_2_goes_on_from_what_came_through_megatron(tmp_path: Path,
     for rank in range(ranks):
         whole, resumed = (json.loads((tmp_path / run / f"losses-{rank}.json").read_text()) for run in ("run", "on"))
         assert len(whole) == 8 and resumed == whole[3:]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "way"), [(2, 2, "dp_reshardable"), (2, 2, "fully_reshardable"), (2, 1, "plain")]
+)
+def test_what_verl_saves_of_megatron_is_what_its_ranks_held(
+    tmp_path: Path, tensor: int, pipeline: int, way: str
+) -> None:
+    found = importlib.util.find_spec("megatron.core")
+    assert found and found.origin
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "megatron").symlink_to(Path(found.origin).parents[1])
+    path = f"{tmp_path}/packages:{HERE.parent}:{HERE.parents[1]}"
+    ranks = tensor * pipeline
+    run_ranks(verl(), ranks, "verl_megatron_save.py", tmp_path, tensor, pipeline, way, PYTHONPATH=path)
+    reader = open_checkpoint(tmp_path / "actor")
+    assert isinstance(reader, TorchDistReader)
+    held = of_stages(f"{tmp_path}/held", tensor, pipeline)
+    assert reader.specs.keys() == held.keys()
+    for kind in KINDS:
+        of_optimizer = of_stages(f"{tmp_path}/held.optimizer.{kind}", tensor, pipeline)
+        assert of_optimizer.keys() == reader.specs.keys()
+        held |= {f"optimizer.state.{kind}.{name}": tensor for name, tensor in of_optimizer.items()}
+    both = WithOptimizer(reader)
+    assert [name for name, tensor in held.items() if not torch.equal(read_tensor(both, name), tensor)] == []
+    assert both.specs.keys() == held.keys() and trainer_run_of(reader).updates == 1
