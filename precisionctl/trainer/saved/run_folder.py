@@ -172,6 +172,11 @@ def read_saved(iteration: Path) -> Saved | None:
     return saved
 
 
+def saved_of(source: Reader) -> Saved | None:
+    """The `run.json` of a checkpoint; None if another program wrote it. Raises as `read_saved`."""
+    return read_saved(source.path) if isinstance(source, TorchDistReader) else None
+
+
 def settings_of(out: Path) -> Mapping[str, Any]:
     """What the run in a folder was started with, by name, as its newest iteration has it; empty where there is none.
     Raises DamagedCheckpoint as `read_saved`."""
