@@ -1,7 +1,7 @@
 """Several machines on one conversion, over a shared file system: which rank this process is, and the messages between
 ranks.
 
-Every rank makes the same plan; each file of the target is written by one rank, and rank 0 begins and commits. Messages
+Every rank makes the same plan; each byte of the target is written by one rank, and rank 0 begins and commits. Messages
 go through PyTorch's key-value store, as torchrun or Slurm set it up.
 """
 
