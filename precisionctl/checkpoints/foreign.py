@@ -172,6 +172,13 @@ TENSORS = (
         lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
     ),
     Foreign(
+        "an adapter that was trained in Megatron-Bridge",
+        "a tensor such as `….linear_qkv.adapter.linear_in.weight`",
+        "In a clone of Megatron-Bridge: `python examples/conversion/adapter/export_adapter.py --hf-model-path HF_DIR "
+        "--lora-checkpoint {path} --output ADAPTER`; give ADAPTER, with `--reference HF_DIR`.",
+        lambda reader: _first(reader.specs, lambda name: ".adapter.linear_" in name),
+    ),
+    Foreign(
         "weights that were saved with a wrapper around the model, so that all names have a prefix",
         "all names begin with `_orig_mod.`, `module.`, `base_model.model.` or `_fsdp_wrapped_module.`",
         "Save the model inside the wrapper (`model._orig_mod`, `model.module`), or remove the prefix from the names "

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import sync_all
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -153,6 +153,5 @@ class LocalRows:
 
     def sync(self) -> None:
         """Sync the files that this rank has written to the disk."""
-        for file in {chunk.place for name in self.specs for chunk in self.chunks(name)}:
-            assert isinstance(file, Path), "the writer writes files"
-            sync(file)
+        chunks = (chunk for name in self.specs for chunk in self.chunks(name))
+        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
