@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from trained_models import adamw, config_of, save, states, train, trained
 from transformers import PreTrainedModel
 
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.rearrange import QKV, RotaryPairs
 from precisionctl.checkpoints import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -136,6 +138,16 @@ def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
     """Number i of the first half of a head, then number i of the second, row by row."""
     order = [head + i + half for head in range(0, len(rows), size) for i in range(size // 2) for half in (0, size // 2)]
     return rows[order]
+
+
+def test_rotary_pairs_are_moved_there_and_back() -> None:
+    shape = from_hf_config(pico.make("llama-3").config.to_dict())
+    whole, pairs = torch.arange(shape.qkv_size * 2).reshape(-1, 2), RotaryPairs(QKV)
+    query, key, value = pairs.split(whole, shape)
+    plain = QKV.split(whole, shape)
+    assert torch.equal(query, in_pairs(plain[0], shape.kv_channels)) and torch.equal(value, plain[2])
+    assert torch.equal(key, in_pairs(plain[1], shape.kv_channels))
+    assert torch.equal(pairs.merge((query, key, value), shape), whole)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import conversions
 import pico
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from precisionctl.checkpoints.dcp import Index, read_index, write_index
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import UnknownFormat
@@ -83,6 +85,19 @@ def as_paddle(directory: Path) -> None:
     save_file(load_file(path), path, metadata={"format": "np"})
 
 
+def as_bridges_adapter(directory: Path) -> None:
+    """A `torch_dist` of adapters alone, by the names that Bridge gives them."""
+    pico.save(directory / "hf", "llama-2")
+    conversions.run(directory / "hf", directory / "made", "megatron")
+    release = directory / "made" / "release"
+    for file in release.iterdir():
+        if file.is_file():
+            file.rename(directory / file.name)
+    index = read_index(directory)
+    renamed = {key.replace("_proj.", "_proj.adapter.linear_in."): one for key, one in index.tensors.items()}
+    write_index(directory, Index({key: one for key, one in renamed.items() if ".adapter." in key}, {}))
+
+
 # what is there, what it is told to be, and what is said to do
 MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "--reference BASE"),
@@ -96,6 +111,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "PEFT's adapters in it",
         "merge_and_unload",
     ),
+    "an adapter of Bridge": (as_bridges_adapter, "trained in Megatron-Bridge", "export_adapter.py .*--reference"),
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
@@ -234,3 +235,18 @@ def test_there_is_a_golden_file_of_each_way_to_store_zero_points_and_groups() ->
         "autoawq-gemm",
         *("gptqmodel-4-gptq", "gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
     }
+
+
+def test_gpt_2_whose_linears_are_transposed_themselves_is_refused_by_name(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path / "hf", "gptq", "gpt2", hidden_size=64)
+    with pytest.raises(PrecisionError, match="GPT-2"):
+        open_checkpoint(tmp_path / "hf")
+
+
+def test_exports_are_those_of_the_decoded_values(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path / "awq", "awq")
+    conversions.run(tmp_path / "awq", tmp_path / "bf16", "hf")
+    for source in ("awq", "bf16"):
+        conversions.carry_out(Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic"))
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "awq-fp8" / name).read_bytes() == (tmp_path / "bf16-fp8" / name).read_bytes()

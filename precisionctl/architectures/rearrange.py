@@ -181,17 +181,17 @@ class RotaryPairs(_Computation):
     inner: Rearrangement
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return self._turned(self.inner.merge(parts, model), (-1, 2), model)
+        return self._turned(self.inner.merge(parts, model), (model.kv_channels // 2, 2), model)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return self.inner.split(self._turned(whole, (2, -1), model), model)
+        return self.inner.split(self._turned(whole, (2, model.kv_channels // 2), model), model)
 
     def _turned(self, whole: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
-        """Megatron's tensor with the rows of queries and keys, which are `order` (number, pair) of each head, in the
-        other order."""
-        groups = whole.reshape(model.num_query_groups, -1, model.kv_channels, *whole.shape[1:])
-        with_pairs = groups[:, :-1].unflatten(2, order).transpose(2, 3).flatten(2, 3)
-        return torch.cat([with_pairs, groups[:, -1:]], dim=1).flatten(0, 2)
+        """Megatron's tensor with each head's rows of queries and keys, which are numbered in this `order`, in the
+        other."""
+        heads = whole.reshape(model.num_query_groups, -1, *order, *whole.shape[1:])
+        turned = heads[:, :-1].transpose(2, 3)  # the last is of values
+        return torch.cat([turned.flatten(1, 3), heads[:, -1:].flatten(1, 3)], dim=1).flatten(0, 1)
 
 
 class Squeezed(_Computation):

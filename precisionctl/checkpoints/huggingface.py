@@ -88,6 +88,9 @@ class HuggingFaceReader:
         if self.transposed:
             self.specs |= self.transposed.specs
         self.model: ModelShape = read_model(self.config, path / "config.json", self.specs)
+        if self.transposed and self.model.architecture == "gpt2":
+            what = "integers of GPTQ or AWQ for GPT-2, whose linears are transposed themselves, are not read"
+            raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
         if self.config.get("quantization_config"):
             _check_packed(self.specs, path)
 
