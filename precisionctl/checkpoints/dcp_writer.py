@@ -158,7 +158,7 @@ class TorchtitanWriter(DcpWriter):
         self, decays: Mapping[str, bool], settings: Mapping[str, Any], updates: int
     ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
         for parameter, decayed in decays.items():
-            for key, value in ({**settings} if decayed else {**settings, **_UNDECAYED}).items():
+            for key, value in (settings if decayed else {**settings, **_UNDECAYED}).items():
                 yield ("optimizer", f"param_groups.{parameter}.{key}"), value
         yield ("lr_scheduler", "last_epoch"), updates
         yield ("train_state", "step"), updates

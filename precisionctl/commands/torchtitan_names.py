@@ -27,10 +27,8 @@ def with_torchtitan_names(plan: Plan) -> Plan:
                 fused = tuple(dict.fromkeys(fused_name(name) for name in writes))
                 row, writes = replace(row, names=row.hf[:1], rearrangement=RotaryPairs(SAME)), fused
         jobs.append(replace(job, row=row, writes=writes))
-        shapes = row.shapes(plan.model, "hf")
-        for new, old, shape in zip(
-            writes, job.writes, (*shapes, *shapes), strict=False
-        ):  # a tied tensor is there twice
+        shapes = row.shapes(plan.model, "hf") * 2  # a tied tensor is there twice
+        for new, old, shape in zip(writes, job.writes, shapes, strict=False):
             targets[new] = replace(plan.targets[old], shape=shape)
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
