@@ -260,7 +260,7 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
 def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) -> Tensor:
     """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`."""
     if out is None:
-        out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype)
+        out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype.torch)
     for chunk, part in _touching(source, name, box):
         into = _window(out, part, box.row, box.column)
         if isinstance(chunk.place, Tensor):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
 from precisionctl.checkpoints.output import sync
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -45,8 +46,8 @@ class LiveModel:
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = {name: shard.spec for name, shard in self.shards.items()}
         for name, tensor in self.tensors.items():
-            spec = specs.get(name, TensorSpec(tuple(tensor.shape), tensor.dtype))
-            specs[name] = replace(spec, dtype=tensor.dtype)
+            spec = specs.get(name, TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype)))
+            specs[name] = replace(spec, dtype=DType.of(tensor.dtype))
         return specs
 
     def chunks(self, name: str) -> Sequence[Chunk]:

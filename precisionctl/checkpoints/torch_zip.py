@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl.checkpoints import dtensors, te_tensors
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
@@ -52,7 +53,7 @@ class LocatedTensor(NamedTuple):
     made.
     """
 
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     offset: int
     part: bool = False
@@ -91,7 +92,7 @@ def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     if length > _MAX_READ:
         raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
-    return elements(data, tensor.dtype).reshape(tensor.shape)
+    return elements(data, tensor.dtype.torch).reshape(tensor.shape)
 
 
 def _nbytes(tensor: LocatedTensor) -> int:
@@ -185,7 +186,7 @@ class _Objects(dict[tuple[str, str], Any]):
 _OBJECTS = _Objects(
     {
         **safe_pickle.STORAGES,
-        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+        **safe_pickle.DTYPES,
         ("_codecs", "encode"): _latin1,
         ("_io", "BytesIO"): io.BytesIO,
         ("__builtin__", "set"): safe_pickle.plain_set,
@@ -213,7 +214,7 @@ def load(data: bytes, where: object) -> Any:
 class _Storage(NamedTuple):
     """Bytes of a file that are elements of a dtype."""
 
-    dtype: torch.dtype
+    dtype: DType
     offset: int
     nbytes: int
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import in_pieces
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
@@ -32,25 +33,25 @@ class Buffers:
         """Rows `[row, row + rows)` of `row_bytes` each in runs that fit a buffer, as from `in_pieces`."""
         return in_pieces(row, rows, row_bytes, self._read.numel())
 
-    def to_read(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    def to_read(self, dtype: DType, rows: int, columns: int) -> Tensor:
         """An uninitialized tensor `[rows, columns]` to read into; the next call returns the same memory."""
         return _view(self._read, dtype, rows, columns)
 
     def to_decode(self, rows: int, columns: int) -> Tensor:
         """The same in FP32, to decode into."""
-        return _view(self._decoded, torch.float32, rows, columns)
+        return _view(self._decoded, DType.float32, rows, columns)
 
-    def to_write(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    def to_write(self, dtype: DType, rows: int, columns: int) -> Tensor:
         """The same, for what is written."""
         return _view(self._write, dtype, rows, columns)
 
 
-def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def _view(buffer: Tensor, dtype: DType, rows: int, columns: int) -> Tensor:
     """The start of a byte buffer as `[rows, columns]`; new memory for a single row that is longer than the buffer."""
     size = rows * columns * dtype.itemsize
     if size > buffer.numel():
         buffer = torch.empty(size, dtype=torch.uint8)
-    return buffer[:size].view(dtype).view(rows, columns)
+    return buffer[:size].view(dtype.torch).view(rows, columns)
 
 
 _BLOCK = 17

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
@@ -71,7 +72,7 @@ class _Sampler(Worker):
         plan = self._plan
         rows = {name: self._sampled(job, name) for name in job.writes}
         if job.writes and plan.computes(job):
-            made = plan.compute(job, [self._whole(name, torch.float32) for name in job.reads])
+            made = plan.compute(job, [self._whole(name, DType.float32) for name in job.reads])
             for name, tensor in zip(job.writes, made, strict=False):
                 yield name, tensor.reshape(plan.targets[name].rows, -1)[rows[name]]
             return

@@ -21,6 +21,7 @@ from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
@@ -99,7 +100,7 @@ class Worker:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
         wanted = self._writer.specs[job.writes[0]].dtype
         made = self._plan.compute(
-            job, [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
+            job, [self._whole(name, DType.float32 if job.encode else wanted) for name in job.reads]
         )
         pieces = [
             (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
@@ -164,7 +165,7 @@ class Worker:
             return
         columns = self._writer.specs[segment.write].columns
         for row, rows in self._buffers.pieces(segment.write_row, segment.rows, WIDEST * columns):
-            yield segment.write, row, self._buffers.to_read(torch.float32, rows, columns).zero_()
+            yield segment.write, row, self._buffers.to_read(DType.float32, rows, columns).zero_()
 
     def _pieces(self, name: str, row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
         """The values of rows `[row, row + rows)`, piece by piece, each with the number of rows before it."""
@@ -181,11 +182,11 @@ class Worker:
         into = self._buffers.to_decode(rows, spec.columns)
         return encoding.decode_rows(stored, row, into, self._buffers.scratch)
 
-    def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
+    def _whole(self, name: str, wanted: DType) -> Tensor:
         """A whole tensor in its shape, in a dtype that holds both its own and `wanted`; codes decoded to `wanted`."""
         spec = self._reader.specs[name]
-        dtype = wanted if name in self._reader.encodings else torch.promote_types(spec.dtype, wanted)
-        values = torch.empty(spec.rows, spec.columns, dtype=dtype)
+        dtype = wanted if name in self._reader.encodings else spec.dtype.promoted(wanted)
+        values = torch.empty(spec.rows, spec.columns, dtype=dtype.torch)
         for row, piece in self._pieces(name, 0, spec.rows):
             values[row : row + len(piece)] = piece
         return values.reshape(spec.shape)

@@ -12,6 +12,7 @@ import torch
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
@@ -88,7 +89,7 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             scale = scales[stem]
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
-            targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
+            targets |= {name: TensorSpec(spelling.shape, DType.float32) for name in values}
             encode = job.encode or Encode({}, {})
             job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
         jobs.append(job)

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.elements import E2M1, Element
 
-CODES: tuple[torch.dtype, ...] = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+CODES: tuple[DType, ...] = (
+    DType.float8_e4m3fn,
+    DType.float8_e5m2,
+    DType.float8_e4m3fnuz,
+    DType.float8_e5m2fnuz,
 )
 """Dtypes that a weight's codes may have; the last two are AMD's, of another bias and without negative zero."""
 
@@ -96,7 +97,11 @@ class Encoding:
         """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor, as `decode_rows` takes them;
         `into` is contiguous, `scratch` as `numerics.encode_by_scale_inv` takes it."""
         rows, columns = values.shape
-        codes = torch.empty(rows, columns * self.element.bits // 8, dtype=self.element.dtype) if into is None else into
+        codes = (
+            torch.empty(rows, columns * self.element.bits // 8, dtype=self.element.dtype.torch)
+            if into is None
+            else into
+        )
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
             nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)

@@ -17,7 +17,7 @@ NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 _SMALLEST_E4M3 = 2.0**-9
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_SMALLEST_NORMAL = 2.0**-126
 
 
 def nvfp4_global(amax: Tensor, *, divisor: bool) -> Tensor:
@@ -89,7 +89,7 @@ def least_error(
 
 def _chosen(where: Tensor, there: Tensor, elsewhere: Tensor) -> Tensor:
     """`torch.where`, by bits: ten times as fast where conditions are as good as random, as nothing is guessed."""
-    dtype = INTEGERS[there.dtype.itemsize]
+    dtype = INTEGERS[there.dtype.itemsize].torch
     bits, others = there.view(dtype), elsewhere.view(dtype)
     return (others ^ ((others ^ bits) & -where.to(dtype))).view(there.dtype)
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
 from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
@@ -99,7 +100,7 @@ def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Te
 
 def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """How many elements a scaling makes zero, how many it clamps, and the sum of the squared errors; each `[]`."""
-    largest, scale_inv = numerics.FP8_MAX[dtype], scale.reciprocal()
+    largest, scale_inv = numerics.FP8_MAX[DType.of(dtype)], scale.reciprocal()
     decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
     left = torch.count_nonzero(decoded)
     limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # so that an infinity is beyond it

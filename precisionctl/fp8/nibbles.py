@@ -140,7 +140,7 @@ def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
 
 def _signs(values: Tensor) -> Tensor:
     """Of floating-point values, as codes of E2M1 have them: uint8, 8 for a minus."""
-    bits = values.view(INTEGERS[values.dtype.itemsize])
+    bits = values.view(INTEGERS[values.dtype.itemsize].torch)
     return bits.bitwise_right_shift(8 * values.dtype.itemsize - 4).to(torch.uint8).bitwise_and_(8)
 
 

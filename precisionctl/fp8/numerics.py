@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 
-FP8_MAX: Mapping[torch.dtype, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+FP8_MAX: Mapping[DType, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 """Largest finite value of each code dtype."""
 
 BLOCK, MX_BLOCK = 128, 32
@@ -28,9 +29,9 @@ BLOCK, MX_BLOCK = 128, 32
 PIECE = 128 * 1024
 """Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a CPU core's cache."""
 
-_FP32_MAX = torch.finfo(torch.float32).max
+_FP32_MAX = float(np.finfo(np.float32).max)
 _FP32_EXPONENT, _FP32_MANTISSA = 0x7F800000, 0x007FFFFF
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: DType.uint8, 2: DType.int16, 4: DType.int32, 8: DType.int64}
 """By the bytes of an element: the dtype that shows its bits."""
 
 
@@ -65,7 +66,7 @@ def underflows(values: Tensor, codes: Tensor) -> int:
     among the values.
     """
     zeros = _zeros(codes.view(torch.int8))
-    return zeros - _zeros(values.view(INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
+    return zeros - _zeros(values.view(INTEGERS[values.dtype.itemsize].torch)) if zeros > codes.numel() // 1000 else 0
 
 
 def _zeros(bits: Tensor) -> int:
@@ -92,7 +93,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
     """`row_amax`, and whether any value is NaN. Both come from one pass over the values."""
     # Without the sign bit, floats compare as their bits do as integers, and an integer maximum is four times as fast as
     # a floating-point amin and amax.
-    bits = values.view(INTEGERS[values.dtype.itemsize])
+    bits = values.view(INTEGERS[values.dtype.itemsize].torch)
     columns = bits.shape[1]
     room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
     largest = bits.new_empty(len(bits), 1)
@@ -109,7 +110,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
 
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
     """`fp8_max * 2**-margin`: what TE's kernel divides by the amax to get a scale. Exact in FP32."""
-    return FP8_MAX[dtype] * 2.0**-margin
+    return FP8_MAX[DType.of(dtype)] * 2.0**-margin
 
 
 def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
@@ -128,7 +129,7 @@ def current_scale(
     stands in for a scale beyond FP32."""
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = amax.isfinite() & (amax != 0)
-    scale = torch.where(usable, _divide(FP8_MAX[dtype], amax), 1.0)
+    scale = torch.where(usable, _divide(FP8_MAX[DType.of(dtype)], amax), 1.0)
     scale = torch.where(scale.isinf(), largest, scale)
     return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
 
@@ -146,7 +147,7 @@ def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     As TE computes it since 2.13 (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp). Before 2.13 the E8M0 byte 0
     gave the scale 1.
     """
-    bits = (amax.float() * (1.0 / FP8_MAX[dtype])).view(torch.int32)
+    bits = (amax.float() * (1.0 / FP8_MAX[DType.of(dtype)])).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = (exponent + up).clamp(max=254)  # an infinity is stored as the largest exponent
@@ -272,7 +273,7 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
 def _encode_pieces(
     values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
 ) -> None:
-    largest = FP8_MAX[codes.dtype]
+    largest = FP8_MAX[DType.of(codes.dtype)]
     saturates = codes.is_cpu and _cast_saturates(codes.dtype)
     for tile, by, into in _tiles(scratch.numel(), values, factor.expand(values.shape), codes):
         work = scratch[: tile.numel()].view(tile.shape).copy_(tile)
@@ -284,8 +285,10 @@ def _encode_pieces(
 def _cast_saturates(dtype: torch.dtype) -> bool:
     """Whether PyTorch's cast to `dtype` on a CPU saturates, so that no clamp is needed: to E4M3 it does since some
     version after 2.11, to E5M2 not yet."""
-    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[dtype]]).repeat(64)  # enough for the vectorised path too
-    return bool((beyond.to(dtype).float() == FP8_MAX[dtype]).all())
+    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[DType.of(dtype)]]).repeat(
+        64
+    )  # enough for the vectorised path too
+    return bool((beyond.to(dtype).float() == FP8_MAX[DType.of(dtype)]).all())
 
 
 def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted import safe_archive, safe_pickle
 
@@ -115,10 +116,10 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
         safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
     )
     match reference:
-        case [("storage", torch.dtype() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
+        case [("storage", DType() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
             count, numbers = file.read(8), file.read()
         case _:
             raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
     if not 0 < int.from_bytes(count, "little") == elements == len(numbers) / dtype.itemsize:
         raise DamagedCheckpoint("a tensor's storage is shorter or longer than it says", where=where)
-    return torch.frombuffer(bytearray(numbers), dtype=dtype)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype.torch)

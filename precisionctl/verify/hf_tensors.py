@@ -148,7 +148,7 @@ class HfTensors:
             return None
         if segment.read is None:
             spec = self.specs[segment.write]
-            return StoredRows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
+            return StoredRows(torch.zeros(count, spec.columns, dtype=spec.dtype.torch), None)
         start = segment.read_row + first - segment.write_row
         stored = read_rows(self.reader, segment.read, start, count)
         encoding = self.reader.encodings.get(segment.read)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
 
@@ -115,7 +116,7 @@ class Losses:
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
-    largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
+    largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
 

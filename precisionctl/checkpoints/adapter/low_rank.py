@@ -78,7 +78,7 @@ class Merged:
 
     def rows(self, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` as `[rows, columns]`."""
-        made = torch.empty(rows, self.spec.columns, dtype=self.spec.dtype)
+        made = torch.empty(rows, self.spec.columns, dtype=self.spec.dtype.torch)
         step = max(1, _ROOM // self.spec.columns)
         for first in range(row // step * step, row + rows, step):
             run = self._values(first, min(step, self.spec.rows - first))
