@@ -164,7 +164,7 @@ def _interned(value: Any) -> Any:
         return {_interned(key): _interned(item) for key, item in value.items()}
     if isinstance(value, argparse.Namespace):
         return argparse.Namespace(**_interned(vars(value)))
-    return value
+    return value.torch if isinstance(value, DType) else value
 
 
 class _AroundHoles(io.RawIOBase):

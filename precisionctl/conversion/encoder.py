@@ -199,9 +199,8 @@ class Encoder:
         if scales.global_scale and encoding.global_scale:
             self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
         if scales.shape:
-            self._put(
-                scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=self._specs[scales.shape].dtype.torch)
-            )
+            dtype = self._specs[scales.shape].dtype.torch
+            self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=dtype))
 
     def put_input_scales(self, encode: Encode) -> None:
         """Write the scales that do not depend on weights: of inputs, and of a KV cache."""

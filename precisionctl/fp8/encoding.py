@@ -97,11 +97,8 @@ class Encoding:
         """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor, as `decode_rows` takes them;
         `into` is contiguous, `scratch` as `numerics.encode_by_scale_inv` takes it."""
         rows, columns = values.shape
-        codes = (
-            torch.empty(rows, columns * self.element.bits // 8, dtype=self.element.dtype.torch)
-            if into is None
-            else into
-        )
+        dtype = self.element.dtype.torch
+        codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
             nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)

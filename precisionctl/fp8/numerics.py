@@ -285,10 +285,9 @@ def _encode_pieces(
 def _cast_saturates(dtype: torch.dtype) -> bool:
     """Whether PyTorch's cast to `dtype` on a CPU saturates, so that no clamp is needed: to E4M3 it does since some
     version after 2.11, to E5M2 not yet."""
-    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[DType.of(dtype)]]).repeat(
-        64
-    )  # enough for the vectorised path too
-    return bool((beyond.to(dtype).float() == FP8_MAX[DType.of(dtype)]).all())
+    largest = FP8_MAX[DType.of(dtype)]
+    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * largest]).repeat(64)  # enough for the vectorised path too
+    return bool((beyond.to(dtype).float() == largest).all())
 
 
 def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
