@@ -22,6 +22,7 @@ from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
+from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
@@ -180,11 +181,11 @@ def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_
 
 def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_is_used() -> None:
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
-    biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
+    biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), DType.bfloat16)}
     assert not why_not_gemms(square | biases).keys() & square.keys()
     usual = matrices("h.0.mlp.c_fc.weight", shape=(128, 32))
-    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
-    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), torch.bfloat16)}
+    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), DType.bfloat16)}
+    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), DType.bfloat16)}
     reasons = why_not_gemms(square | usual | biases)
     assert {reasons.get(name) for name in square} == {"stored as [in, out]"} and not reasons.keys() & usual.keys()
 

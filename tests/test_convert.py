@@ -19,6 +19,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
@@ -41,7 +42,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, family: str, tensor_paralle
 def test_values_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     pico.save(tmp_path / "hf", dtype=dtype)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron")
-    assert {spec.dtype for spec in open_checkpoint(tmp_path / "megatron").specs.values()} == {dtype}
+    assert {spec.dtype for spec in open_checkpoint(tmp_path / "megatron").specs.values()} == {DType.of(dtype)}
     run(tmp_path / "megatron", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_zip import Inert, Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
@@ -32,7 +33,7 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
     path = tmp_path_factory.mktemp("zip") / "file"
     path.write_bytes(b"?" * offset + archive + b"behind")
     located = torch_zip.locate(Span(path, offset, len(archive)))
-    assert (located.dtype, located.shape) == (dtype, tuple(shape))
+    assert (located.dtype.torch, located.shape) == (dtype, tuple(shape))
     data = path.read_bytes()[located.offset :][: tensor.nbytes]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).view(shape), tensor)
 
@@ -40,7 +41,7 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=4))
 def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
     tensor = (torch.randn(shape) * 100).to(dtype)
-    record = torch_zip_writer.record(dtype, tuple(shape))
+    record = torch_zip_writer.record(DType.of(dtype), tuple(shape))
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert len(data) == record.nbytes
     archive = record.head + data + record.tail
@@ -49,7 +50,7 @@ def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
 
 
 def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
-    record = torch_zip_writer.record(torch.bfloat16, (5 << 29,))
+    record = torch_zip_writer.record(DType.bfloat16, (5 << 29,))
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.write(record.head)
@@ -116,7 +117,7 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
     found = torch_zip.skeleton(tmp_path / "file.pt")
     for name, tensor in value["model"].items():
         located = found["model"][name]
-        assert (located.dtype, located.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert (located.dtype.torch, located.shape) == (tensor.dtype, tuple(tensor.shape))
         assert torch.equal(torch_zip.read_located(tmp_path / "file.pt", located), tensor), name
     assert found["model"]["tied"] == found["model"]["again"]
     assert found["empty"][0].shape == (0,)
