@@ -171,7 +171,7 @@ def test_without_zero_weights_are_read_as_the_model_has_them(tmp_path: Path, lla
     states = files.states_of(weights_of(llama))
     files.save(tmp_path / "run", states, 0, 1)
     reader = read(tmp_path / "run", llama)
-    assert {spec.dtype for spec in reader.specs.values()} == {torch.bfloat16} and not reader.optimizer_specs
+    assert {spec.dtype for spec in reader.specs.values()} == {DType.bfloat16} and not reader.optimizer_specs
     assert_is(reader, {"fp32": {name: one.bfloat16() for name, one in states["fp32"].items()}})
 
 

@@ -307,12 +307,12 @@ CASES = {
         set(),
     ),
     "UE8M0 scales, packed": (
-        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (256, 1), torch.int32),
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (256, 1), DType.int32),
         EVERYONE,
         set(),
     ),
     "UE8M0 scales, as bytes": (
-        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (2, 2), torch.float8_e8m0fnu),
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (2, 2), DType.float8_e8m0fnu),
         set(),
         set(),
     ),

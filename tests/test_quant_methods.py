@@ -359,7 +359,7 @@ def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
         ("nvfp4", {"weight_global_scale": TensorSpec((), DType.float32)}),
         ("mxfp4", {}),
         ("mxfp4", {"weight_scale": TensorSpec((32, 2), DType.float8_e8m0fnu)}),
-        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (torch.float16, torch.float32)),
+        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (DType.float16, DType.float32)),
         ("int4", {"weight_shape": TensorSpec((2,), DType.int32)}),
         ("int4 zeros", {}),
     ):

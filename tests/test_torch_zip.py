@@ -137,7 +137,7 @@ def fill(archive: torch_zip_writer.Archive, path, tensors: list[torch.Tensor]) -
 @pytest.mark.parametrize("mmap", [True, False])
 def test_torch_loads_an_object_that_was_laid_out_around_holes(tmp_path, mmap):
     tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.randn(()), torch.empty(0, 4)]
-    blanks = [torch_zip_writer.Blank(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    blanks = [torch_zip_writer.Blank(DType.of(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
     names = "abcd"
     value = {"model": dict(zip(names, blanks, strict=True)), "tied": blanks[0], "step": 3, "rate": 0.1, "none": None}
     value |= {"real": torch.arange(6).view(2, 3).t(), "dtype": torch.bfloat16}
@@ -152,7 +152,7 @@ def test_torch_loads_an_object_that_was_laid_out_around_holes(tmp_path, mmap):
 
 
 def test_where_a_hole_is_follows_from_the_tensors_alone():
-    blanks = {"a": torch_zip_writer.Blank(torch.bfloat16, (1 << 36,)), "b": torch_zip_writer.Blank(torch.float32, (3,))}
+    blanks = {"a": torch_zip_writer.Blank(DType.bfloat16, (1 << 36,)), "b": torch_zip_writer.Blank(DType.float32, (3,))}
     short = torch_zip_writer.lay_out({"model": blanks})
     long = torch_zip_writer.lay_out({"before": "x" * 1000, "model": blanks, "payload": torch.ones(1000)})
     assert short.holes == long.holes
