@@ -86,9 +86,7 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "read_model", untabled)
 
 
-def matrices(
-    *names: str, shape: tuple[int, ...] = (64, 32), dtype: torch.dtype = torch.bfloat16
-) -> dict[str, TensorSpec]:
+def matrices(*names: str, shape: tuple[int, ...] = (64, 32), dtype: DType = DType.bfloat16) -> dict[str, TensorSpec]:
     return {name: TensorSpec(shape, dtype) for name in names}
 
 
