@@ -4,6 +4,8 @@ Importing torch takes 1.6 s of CPU and 200 MB. Headers, plans, reports and copie
 and tensors have torch's. The two meet in `DType.torch` and `DType.of` alone.
 """
 
+from __future__ import annotations
+
 import builtins
 from enum import StrEnum, auto
 from functools import cached_property
@@ -36,16 +38,16 @@ class DType(StrEnum):
     complex64 = auto()
 
     @classmethod
-    def of(cls, dtype: "torch.dtype") -> "DType":
+    def of(cls, dtype: torch.dtype) -> DType:
         """The same of a tensor's. Raises ValueError for one that no checkpoint has (quantised, or of four bits)."""
         return cls(str(dtype).removeprefix("torch."))
 
-    def promoted(self, other: "DType") -> "DType":
+    def promoted(self, other: DType) -> DType:
         """What holds the numbers of both, by PyTorch's rule."""
         return self if self is other else DType.of(torch.promote_types(self.torch, other.torch))
 
     @cached_property
-    def torch(self) -> "torch.dtype":
+    def torch(self) -> torch.dtype:
         """PyTorch's own."""
         found = getattr(torch, self.value)
         assert isinstance(found, torch.dtype)
@@ -58,6 +60,6 @@ class DType(StrEnum):
         return int(bits) // 8 if bits else 1
 
     @property
-    def is_floating_point(self) -> "builtins.bool":
+    def is_floating_point(self) -> builtins.bool:
         """Whether its numbers are real ones."""
         return self.value.startswith(("float", "bfloat"))

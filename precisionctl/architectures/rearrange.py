@@ -5,14 +5,18 @@ only put rows (dimension 0) into another order, so they work on values and on ro
 runs them on row numbers to turn a row of the table into copies.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Rearrangement(Protocol):
@@ -101,7 +105,8 @@ class DeltaNetByHead(_RowPermutation):
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         assert model.gdn
-        heads, kinds = model.gdn.num_key_heads, list[Tensor]()
+        heads = model.gdn.num_key_heads
+        kinds: list[Tensor] = []
         for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
             by_head = part.reshape(heads, -1, *part.shape[1:])
             kinds += torch.split(by_head, [size // heads for size in sizes], dim=1)

@@ -5,15 +5,16 @@ A Reader or a Writer says which chunks hold each logical tensor: boxes of the te
 data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.elements import Packing
@@ -22,6 +23,9 @@ from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
@@ -38,7 +42,7 @@ class Box:
     def elements(self) -> int:
         return self.rows * self.columns
 
-    def intersect(self, other: "Box") -> "Box | None":
+    def intersect(self, other: Box) -> Box | None:
         """The part that is in both boxes; None where they do not overlap."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
@@ -64,7 +68,7 @@ class Chunk:
     """
 
     box: Box
-    place: "Path | Tensor | Computed"
+    place: Path | Tensor | Computed
     offset: int = 0
     only: Box | None = None
 
@@ -158,7 +162,7 @@ class Hints:
     companions: Companions | None = None
     grouped_columns: ColumnOrder | None = None
     reference: Path | None = None
-    towers: "Chunked | None" = None
+    towers: Chunked | None = None
 
 
 NO_HINTS = Hints()
@@ -263,7 +267,7 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
         out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype.torch)
     for chunk, part in _touching(source, name, box):
         into = _window(out, part, box.row, box.column)
-        if isinstance(chunk.place, Tensor):
+        if isinstance(chunk.place, torch.Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif not isinstance(chunk.place, Path):
             into.copy_(_window(chunk.place.rows(part.row, part.rows), part, part.row, 0))
@@ -314,7 +318,7 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     values = values.reshape(-1, spec.width)
     for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
         window = _window(values, part, row, 0)
-        if isinstance(chunk.place, Tensor):
+        if isinstance(chunk.place, torch.Tensor):
             _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
         else:
             _transfer(chunk, part, window.contiguous(), _write_some, os.O_WRONLY)

@@ -1,6 +1,8 @@
 """Write PyTorch's own checkpoints (DCP) with Hugging Face's names, as `dcp.save` writes `{"model": ..., "optimizer":
 ...}` of `get_state_dict`, so that trainers load what they have names for in memory."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property

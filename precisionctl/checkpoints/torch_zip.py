@@ -6,6 +6,8 @@ used because its allow-list still lets a few bytes ask for any amount of memory 
 inverse.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import io
@@ -219,7 +221,7 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "LocatedTensor | Inert":
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LocatedTensor | Inert:
     """Stands in for torch._utils._rebuild_tensor_v2 where storages are only located, not read."""
     shape = sizes(size)
     (start,) = sizes((offset,))

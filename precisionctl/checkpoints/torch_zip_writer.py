@@ -4,6 +4,8 @@ The entries are those of torch.save in another order: first the holes, then ever
 depend on the tensors alone, and what is only known at the end (FP8 state) can have any size.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import io

@@ -5,12 +5,13 @@ FP32, rounded once to BF16. int32 words hold the first code in their lowest bits
 (nn_modules/qlinear/__init__.py, pack_original, dequantize_weight), AutoAWQ 0.2.9 (utils/packing_utils.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
 from precisionctl.dtypes import DType
@@ -18,6 +19,9 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import AS_VALUES, FLOATS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROOM = 4 << 20
 """Bytes of codes that are kept of a weight, so that what reads rows does not read each column's few bytes by itself."""
@@ -62,7 +66,7 @@ class _Slab:
     order: Tensor | None
 
 
-def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> "TransposedCodes | None":
+def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
     """Those of the tensors `stored` in a directory with this config.json; None where it names another method."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
+from precisionctl.cli.torch_when_used import import_torch_when_used
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -123,6 +124,7 @@ class Commands(click.Group):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         _replace_closed_streams()
+        import_torch_when_used()
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

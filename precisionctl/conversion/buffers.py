@@ -1,16 +1,21 @@
 """A worker's memory: buffers for one piece of a tensor, so that memory does not grow with the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import in_pieces
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, because of the Python code for each piece; larger

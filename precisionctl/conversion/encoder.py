@@ -1,10 +1,12 @@
 """Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
@@ -21,13 +23,16 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.quant_methods.base import Scales
 
-ValuePiece = tuple[str, int, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ValuePiece = tuple[str, int, "Tensor"]
 """Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
-Put = Callable[[str, int, Tensor], None]
+Put = Callable[[str, int, "Tensor"], None]
 """Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
 
-Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
+Read = Callable[[str, int, int], Iterable[tuple[int, "Tensor"]]]
 """Reads rows of a source's tensor, in pieces: called with its name, the first row and the number of rows; yields each
 piece with the number of rows before it."""
 

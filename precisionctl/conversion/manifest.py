@@ -1,5 +1,7 @@
 """The manifest of a result: the source and the plan that it was made from, and the checksums that were read back."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,17 +3,22 @@
 A code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SMALLEST = 2.0**-126 * 2.0**16
 """The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""

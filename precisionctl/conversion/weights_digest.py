@@ -8,13 +8,14 @@ completely. A training step, a merge, rescaled channels or another rounding chan
 rows may not; but scales of weights do not depend on the digest, as they are checked against the weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
@@ -24,6 +25,9 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROWS = 4
 """Rows sampled from each matrix: the first, the last, and some between."""

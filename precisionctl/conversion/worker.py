@@ -4,16 +4,17 @@ A job is lowered to segments (planning/segments.py), so memory does not grow wit
 the same dtype, bytes are copied; otherwise each piece is decoded, rounded or encoded.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
@@ -28,6 +29,9 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.planning.segments import Segment, lower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorSource(Chunked, Protocol):

@@ -4,13 +4,13 @@ A new one is a file in this folder with an `ENGINE` in it. The rules need config
 dtypes, and the values of the scales alone; no weight is read.
 """
 
+from __future__ import annotations
+
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import precisionctl.engines
 from precisionctl.discover import discover_names
@@ -25,6 +25,9 @@ from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayo
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme, coded_weights, recognise
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _USABLE = Demand(
     scales_of_no_use,

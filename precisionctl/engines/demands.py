@@ -1,6 +1,8 @@
 """Demands that only some engines make. Each function yields where a directory breaks a demand, and how; an engine pairs
 it with its own text and source."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

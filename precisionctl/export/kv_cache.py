@@ -5,6 +5,8 @@ An engine divides what it caches by them and multiplies what it reads, so like e
 There is one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -3,6 +3,8 @@
 It names no path and no time, so equal exports of one name have equal cards.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,11 +4,13 @@ Encodings are kept beside values as they were, so a conversion that moves rows n
 are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
@@ -23,6 +25,9 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:

@@ -4,13 +4,18 @@ An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. R
 memory, as they are in files: two in each, the first in its low half (`fp8/nibbles.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.dtypes import DType
@@ -72,7 +71,7 @@ def _tiles(rows: Tensor) -> Iterator[Tensor]:
     for row in range(0, rows.shape[0], height):
         for column in range(0, rows.shape[1], width):
             piece = rows[row : row + height, column : column + width].float()
-            piece = F.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
+            piece = torch.nn.functional.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
             yield piece.view(piece.shape[0] // BLOCK, BLOCK, piece.shape[1] // BLOCK, BLOCK // MX_BLOCK, MX_BLOCK)
 
 

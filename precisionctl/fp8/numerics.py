@@ -5,20 +5,24 @@ fallback (`NVTE_UNFUSED_FP8_UPDATE=1`) divides by 2**margin last and rolls every
 Everything here works on one tensor's numbers (`[]`, history `[H]`) and on several at once (`[N]`, `[N, H]`).
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FP8_MAX: Mapping[DType, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 """Largest finite value of each code dtype."""
@@ -226,7 +230,7 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest code. `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`."""
     rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
     codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
-    _encode_pieces(rows, Tensor.mul_, scale, codes, scratch_for(values))
+    _encode_pieces(rows, torch.Tensor.mul_, scale, codes, scratch_for(values))
     return codes.view(values.shape)
 
 
@@ -267,7 +271,7 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
     by its reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]`, `[rows, 1]` or `[rows, columns]`; `scratch` is
     FP32 of any size, best PIECE.
     """
-    _encode_pieces(values, Tensor.div_, scale_inv, codes, scratch)
+    _encode_pieces(values, torch.Tensor.div_, scale_inv, codes, scratch)
 
 
 def _encode_pieces(
@@ -299,14 +303,15 @@ def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return chain.from_iterable(zip(*(torch.split(row, room, 1) for row in band), strict=True) for band in bands)
 
 
-def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`.
+def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`, if one is given.
 
     Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
     """
     if dtype == torch.float16:
         raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    return (code_values(codes) * scale_inv).to(dtype)
+    values = code_values(codes) * scale_inv
+    return values if dtype is None else values.to(dtype)
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:

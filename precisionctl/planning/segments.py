@@ -4,15 +4,20 @@ The row's own `merge` or `split` is applied to row numbers instead of values. Ea
 result is a segment: a number of rows to copy from one place to another.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ Which weights are codes is read from the dtypes of the stored tensors, and not f
 tools match those by whole names, by parts of names, by globs and by regular expressions, each in its own way.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 import precisionctl.quant_methods
 from precisionctl.discover import discover_names
@@ -25,6 +26,9 @@ from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP, zero_points
 from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
 """`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
@@ -133,7 +137,7 @@ class Quantization:
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
-    def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Quantization":
+    def narrowed(self, scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec]) -> Quantization:
         """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):

@@ -4,17 +4,21 @@ An archive is a ZIP file of uncompressed entries: `data.pkl` pickles the object 
 `data/<name>`. Large archives in files are read by `checkpoints/torch_zip.py`.
 """
 
+from __future__ import annotations
+
 import io
 import zipfile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import damage, shown
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.safe_pickle import finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = b"PK\3\4"
 WHAT = "not what torch.save writes"

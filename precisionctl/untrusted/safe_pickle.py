@@ -6,17 +6,22 @@ print their arguments: two bytes make a tuple that contains the same tuple twice
 2**50 steps to walk.
 """
 
+from __future__ import annotations
+
 import argparse
 import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-from torch import Tensor
+import torch
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as in the pickle -> the object to use for it."""
@@ -240,7 +245,7 @@ class _AllowListUnpickler(pickle._Unpickler):
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if callable(changed):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
-        if isinstance(changed, Tensor):  # its state could resize its storage
+        if isinstance(changed, torch.Tensor):  # its state could resize its storage
             raise UnsafePickle("a pickle changes a tensor", where=self._where)
         state = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(

@@ -4,15 +4,20 @@ A matrix is computed in runs of rows that begin at fixed numbers, whichever rows
 depend on how a conversion cuts it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROOM = 1 << 18
 """Elements that are computed at a time, in FP32: 1 MiB."""

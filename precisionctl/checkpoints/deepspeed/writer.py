@@ -3,6 +3,8 @@
 What the real one takes from where was read in 0.19.8 (runtime/base_optimizer.py, runtime/zero/stage3.py, engine.py).
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,8 @@ The form is that of megatron-core up to 0.18, which every version reads: layers 
 spec expects one, empty where there is no state.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json

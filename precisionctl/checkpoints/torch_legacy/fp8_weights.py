@@ -1,10 +1,12 @@
 """FP8 weights in a Megatron `torch` checkpoint: the scales of the ranks' shards joined to one encoding per weight."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import shard_boxes
 from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
@@ -17,6 +19,9 @@ from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CODES = DType.float8_e4m3fn
 

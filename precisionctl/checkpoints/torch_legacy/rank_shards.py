@@ -1,5 +1,7 @@
 """The ranks' shards put together to logical tensors: all must be there and fit together, and replicas must be equal."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
