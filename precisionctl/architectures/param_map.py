@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
 from precisionctl.architectures.config_keys import Entry
@@ -110,12 +111,16 @@ class Row:
         whole = self.shape(model)
         if layout == "megatron":
             return (whole,)
+        if self.is_row_permutation(model):
+            moved = self.rearrangement.split(np.empty((whole[0], 1), np.uint8), model)
+            return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing
         return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         """Hugging Face's tensors as the whole Megatron one."""
-        return self.rearrangement.merge(parts, model)
+        whole: Tensor = self.rearrangement.merge(parts, model)
+        return whole
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         """The inverse of `merge`."""

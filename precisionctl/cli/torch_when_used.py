@@ -15,7 +15,7 @@ class _WhenUsed(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
-        assert spec and spec.loader
+        assert spec and spec.loader and spec.submodule_search_locations
         self.__class__ = ModuleType  # type: ignore[assignment]
         self.__path__ = spec.submodule_search_locations
         spec.loader.exec_module(self)
