@@ -14,7 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.elements import Packing
@@ -26,6 +28,8 @@ from precisionctl.param import Layout, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
@@ -265,17 +269,26 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
     """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`."""
     if out is None:
         out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype.torch)
-    for chunk, part in _touching(source, name, box):
-        into = _window(out, part, box.row, box.column)
-        if isinstance(chunk.place, torch.Tensor):
-            into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
-        elif not isinstance(chunk.place, Path):
-            into.copy_(_window(chunk.place.rows(part.row, part.rows), part, part.row, 0))
-        elif into.is_contiguous():
-            _read(chunk, part, into)
-        else:
-            into.copy_(_read(chunk, part, torch.empty(into.shape, dtype=into.dtype)))
+    if out.numel():
+        _read_box(source, name, box, out.view(torch.uint8).numpy())
     return out
+
+
+def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes) -> Bytes:
+    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values; they need no
+    PyTorch."""
+    _read_box(source, name, Box(row, rows, 0, source.specs[name].width), into)
+    return into
+
+
+def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
+    dtype = source.specs[name].dtype
+    for chunk, part in _touching(source, name, box):
+        window = _window(into, part, box, dtype.itemsize)
+        if isinstance(chunk.place, Path):
+            _read(chunk, part, window)
+        else:
+            torch.from_numpy(window).view(dtype.torch).copy_(_held(chunk, part))
 
 
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
@@ -298,42 +311,53 @@ def rows_held(place: Chunked, name: str) -> list[range]:
     return runs
 
 
-def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
+def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
+    whole = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
     try:
-        _transfer(chunk, part, into, _read_some, os.O_RDONLY)
+        _transfer(chunk, part, whole, _read_some, os.O_RDONLY)
     except OSError as error:
         raise CheckpointError(
             f"not readable: {error.strerror}",
             where=chunk.place,
             do="Is its disk failing? What is done is kept; copy the file again and run the same command.",
         ) from error
-    return into
+    if whole is not into:
+        into[:] = whole
 
 
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Write `[rows, width]` values, of the target's dtype, at row `row`."""
-    if not values.numel():
-        return
+    if values.numel():
+        write_bytes(target, name, row, _bytes_of(values.reshape(-1, target.specs[name].width)))
+
+
+def write_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
+    """The same of values that are given as their bytes, `[rows, width * itemsize]`."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.width)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
-        window = _window(values, part, row, 0)
-        if isinstance(chunk.place, torch.Tensor):
-            _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
+    box = Box(row, len(data), 0, spec.width)
+    for chunk, part in _touching(target, name, box):
+        window = _window(data, part, box, spec.dtype.itemsize)
+        if isinstance(chunk.place, Path):
+            _transfer(chunk, part, np.ascontiguousarray(window), _write_some, os.O_WRONLY)
         else:
-            _transfer(chunk, part, window.contiguous(), _write_some, os.O_WRONLY)
+            _held(chunk, part).copy_(torch.from_numpy(window).view(spec.dtype.torch))
 
 
 def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
-    if not values.numel():
-        return
+    if values.numel():
+        check_bytes(target, name, row, _bytes_of(values.reshape(-1, target.specs[name].width)))
+
+
+def check_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
+    """The same of values that are given as their bytes, `[rows, width * itemsize]`."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.width)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
-        expected = _window(values, part, row, 0).contiguous()
-        found = _read(chunk, part, torch.empty_like(expected))
-        if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+    box = Box(row, len(data), 0, spec.width)
+    for chunk, part in _touching(target, name, box):
+        expected = _window(data, part, box, spec.dtype.itemsize)
+        found = np.empty(expected.shape, np.uint8)
+        _read(chunk, part, found)
+        if not np.array_equal(expected, found):
             raise DamagedCheckpoint(
                 f"`{name}` reads back other than it was written",
                 where=chunk.place,
@@ -349,10 +373,26 @@ def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]
             yield chunk, part
 
 
-def _window(tensor: Tensor, part: Box, row: int, column: int) -> Tensor:
-    """`part` of a tensor whose first element is element (row, column) of the logical tensor."""
-    flat = tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)
-    return flat[part.row - row : part.row - row + part.rows, part.column - column : part.column - column + part.columns]
+def _bytes_of(values: Tensor) -> Bytes:
+    """The memory of a tensor `[rows, columns]` on a CPU, or of a contiguous copy."""
+    return values.detach().contiguous().view(torch.uint8).numpy()
+
+
+def _window(data: Bytes, part: Box, of: Box, itemsize: int) -> Bytes:
+    """`part` of the bytes of a box."""
+    column = (part.column - of.column) * itemsize
+    return data[part.row - of.row : part.row - of.row + part.rows, column : column + part.columns * itemsize]
+
+
+def _held(chunk: Chunk, part: Box) -> Tensor:
+    """`part` of a chunk that is no file: a live tensor's own memory, or rows that are computed now."""
+    if not isinstance(chunk.place, torch.Tensor):
+        assert not isinstance(chunk.place, Path)
+        return chunk.place.rows(part.row, part.rows)[:, part.column : part.column + part.columns]
+    live = chunk.place.detach()
+    row, column = part.row - chunk.box.row, part.column - chunk.box.column
+    flat = live.view(live.shape[0] if live.dim() else 1, -1)
+    return flat[row : row + part.rows, column : column + part.columns]
 
 
 def _read_some(file: int, into: memoryview, at: int) -> int:
@@ -369,17 +409,17 @@ _WRITTEN_AT_ONCE = 128 << 10
 kernel's time, in calls of 128 KB 0.6 to 0.9 s."""
 
 
-def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[[int, memoryview, int], int], flags: int) -> None:
+def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memoryview, int], int], flags: int) -> None:
     """Read or write `part` of a file's chunk; `window` is contiguous. One call if it is contiguous in the file, too,
     else one for each row."""
-    itemsize = window.element_size()
+    itemsize = window.shape[1] // part.columns
     pitch = chunk.box.columns * itemsize
     offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize
-    runs = [window] if part.columns == chunk.box.columns else window.unbind(0)
+    runs = [window] if part.columns == chunk.box.columns else list(window)
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
-            data, at = run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch
+            data, at = run.data.cast("B"), offset + index * pitch
             while data:  # a call may transfer less than it is asked for
                 done = call(file, data, at)
                 if done == 0:
