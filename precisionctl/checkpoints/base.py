@@ -274,10 +274,13 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
     return out
 
 
-def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes) -> Bytes:
+def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | None = None) -> Bytes:
     """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values; they need no
     PyTorch."""
-    _read_box(source, name, Box(row, rows, 0, source.specs[name].width), into)
+    spec = source.specs[name]
+    if into is None:
+        into = np.empty((rows, spec.width * spec.dtype.itemsize), np.uint8)
+    _read_box(source, name, Box(row, rows, 0, spec.width), into)
     return into
 
 
@@ -328,7 +331,7 @@ def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Write `[rows, width]` values, of the target's dtype, at row `row`."""
     if values.numel():
-        write_bytes(target, name, row, _bytes_of(values.reshape(-1, target.specs[name].width)))
+        write_bytes(target, name, row, bytes_of(values.reshape(-1, target.specs[name].width)))
 
 
 def write_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
@@ -346,7 +349,7 @@ def write_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
 def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
     if values.numel():
-        check_bytes(target, name, row, _bytes_of(values.reshape(-1, target.specs[name].width)))
+        check_bytes(target, name, row, bytes_of(values.reshape(-1, target.specs[name].width)))
 
 
 def check_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
@@ -373,7 +376,7 @@ def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]
             yield chunk, part
 
 
-def _bytes_of(values: Tensor) -> Bytes:
+def bytes_of(values: Tensor) -> Bytes:
     """The memory of a tensor `[rows, columns]` on a CPU, or of a contiguous copy."""
     return values.detach().contiguous().view(torch.uint8).numpy()
 

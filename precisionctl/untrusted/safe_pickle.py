@@ -15,8 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
 
@@ -245,7 +243,7 @@ class _AllowListUnpickler(pickle._Unpickler):
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if callable(changed):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
-        if isinstance(changed, torch.Tensor):  # its state could resize its storage
+        if hasattr(type(changed), "untyped_storage"):  # a tensor, whose state could resize its storage
             raise UnsafePickle("a pickle changes a tensor", where=self._where)
         state = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(

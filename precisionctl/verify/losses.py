@@ -6,15 +6,20 @@ every scale that an amax gives, noise is at most 1/256 + n * 2^-20 / 224^2 of th
 20 dB for n up to a hundred million, whatever the values and however far their outliers.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.dtypes import DType
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOWEST_DB = 10.0
 """Below it codes are no encoding of the values: a tenth of the signal is noise. Honest scales that several tensors

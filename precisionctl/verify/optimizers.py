@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
+from precisionctl.checkpoints.base import Reader, in_pieces, read_bytes
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -34,7 +34,7 @@ class OptimizerTensors:
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
     def read(self, name: str, row: int, rows: int) -> StoredRows:
-        return StoredRows(read_rows(self._stored, name, row, rows), None)
+        return StoredRows(read_bytes(self._stored, name, row, rows), self.specs[name].dtype, None)
 
 
 @dataclass(frozen=True)
