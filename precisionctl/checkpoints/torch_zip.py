@@ -60,6 +60,10 @@ class LocatedTensor(NamedTuple):
     offset: int
     part: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def locate(span: Span) -> LocatedTensor:
     """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
@@ -85,20 +89,21 @@ def skeleton(path: Path) -> Any:
             check_fetched(path)
             what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
             raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
-    return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)
+    return located(Span(path, 0, path.stat().st_size))
+
+
+def located(span: Span) -> Any:
+    """As `skeleton`, of an archive in a part of a file."""
+    return _skeleton(span, _SKELETON)
 
 
 def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MiB."""
-    length = _nbytes(tensor)
+    length = tensor.nbytes
     if length > _MAX_READ:
         raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
     return elements(data, tensor.dtype.torch).reshape(tensor.shape)
-
-
-def _nbytes(tensor: LocatedTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
@@ -126,7 +131,7 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         pickled = archive.read(stored(archive, f"{root}/data.pkl"))
         found = finite(safe_pickle.loads(pickled, allowed, span, storage))
         tensors = (one.local if isinstance(one, dtensors.RankShard) else one for one in parts(found))
-        described = sum(_nbytes(one) for one in tensors if isinstance(one, LocatedTensor))
+        described = sum(one.nbytes for one in tensors if isinstance(one, LocatedTensor))
         if described > _MOST_TIMES * span.length:
             what = f"tensors of {described} bytes that share the bytes of a file of {span.length}"
             raise DamagedCheckpoint(what, where=span, do="No trainer saves that: do not trust it.")

@@ -88,10 +88,11 @@ class _Decoding:
                 self._add(one)
         for one in postponed:
             self._add(one)
-        for parts, join in ((self._by_rank, torch.cat), (self._by_expert, torch.stack)):
-            for module, numbered in parts.items():
-                self._check_numbers(module, numbered)
-                self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
+        parts = [(module, numbered, torch.cat) for module, numbered in self._by_rank.items()]
+        parts += [(module, numbered, torch.stack) for module, numbered in self._by_expert.items()]
+        for module, numbered, join in parts:
+            self._check_numbers(module, numbered)
+            self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
             # Payloads that Megatron cut out of the one that a rank has for all its experts
             self._check_numbers(module, payloads)
