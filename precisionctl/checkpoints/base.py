@@ -328,44 +328,37 @@ def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
         into[:] = whole
 
 
-def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Write `[rows, width]` values, of the target's dtype, at row `row`."""
-    if values.numel():
-        write_bytes(target, name, row, bytes_of(values.reshape(-1, target.specs[name].width)))
-
-
-def write_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
-    """The same of values that are given as their bytes, `[rows, width * itemsize]`."""
-    spec = target.specs[name]
-    box = Box(row, len(data), 0, spec.width)
-    for chunk, part in _touching(target, name, box):
-        window = _window(data, part, box, spec.dtype.itemsize)
+def write_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> None:
+    """Write `[rows, width]` values, of the target's dtype, at row `row`; or their bytes, `[rows, width * itemsize]`."""
+    for chunk, part, window in _windows(target, name, row, values):
         if isinstance(chunk.place, Path):
             _transfer(chunk, part, np.ascontiguousarray(window), _write_some, os.O_WRONLY)
         else:
-            _held(chunk, part).copy_(torch.from_numpy(window).view(spec.dtype.torch))
+            _held(chunk, part).copy_(torch.from_numpy(window).view(target.specs[name].dtype.torch))
 
 
-def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
-    if values.numel():
-        check_bytes(target, name, row, bytes_of(values.reshape(-1, target.specs[name].width)))
-
-
-def check_bytes(target: Chunked, name: str, row: int, data: Bytes) -> None:
-    """The same of values that are given as their bytes, `[rows, width * itemsize]`."""
-    spec = target.specs[name]
-    box = Box(row, len(data), 0, spec.width)
-    for chunk, part in _touching(target, name, box):
-        expected = _window(data, part, box, spec.dtype.itemsize)
-        found = np.empty(expected.shape, np.uint8)
+def check_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> None:
+    """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit; as `write_rows`."""
+    for chunk, part, window in _windows(target, name, row, values):
+        found = np.empty(window.shape, np.uint8)
         _read(chunk, part, found)
-        if not np.array_equal(expected, found):
+        if not np.array_equal(window, found):
             raise DamagedCheckpoint(
                 f"`{name}` reads back other than it was written",
                 where=chunk.place,
                 do="Is the disk or the memory failing? Run with --restart.",
             )
+
+
+def _windows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> Iterator[tuple[Chunk, Box, Bytes]]:
+    """The chunks that rows from `row` on are in, the part of each, and its bytes among those of these values."""
+    if 0 in values.shape:
+        return
+    spec = target.specs[name]
+    data = values if isinstance(values, np.ndarray) else bytes_of(values.reshape(-1, spec.width))
+    box = Box(row, len(data), 0, spec.width)
+    for chunk, part in _touching(target, name, box):
+        yield chunk, part, _window(data, part, box, spec.dtype.itemsize)
 
 
 def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:

@@ -21,13 +21,11 @@ from precisionctl.checkpoints.base import (
     Bytes,
     Chunk,
     Chunked,
-    check_bytes,
     check_rows,
     read_bytes,
     read_rows,
     rows_held,
     whole,
-    write_bytes,
     write_rows,
 )
 from precisionctl.conversion.buffers import WIDEST, Buffers
@@ -127,7 +125,8 @@ class Worker:
         write_rows(self._writer, name, row, values)
 
     def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
-        write_bytes(self._writer, name, row, data)
+        """The same of values that are given as their bytes."""
+        write_rows(self._writer, name, row, data)
 
     def _copy(self, segments: Iterable[Segment]) -> None:
         """Copy rows that stay what they are."""
@@ -261,7 +260,7 @@ class Checker(Worker):
         check_rows(self._writer, name, row, values)
 
     def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
-        check_bytes(self._writer, name, row, data)
+        check_rows(self._writer, name, row, data)
 
     def check(self, job: Job) -> dict[str, str]:
         """Check a job. Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for a
