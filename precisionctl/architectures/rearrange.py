@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from precisionctl.model_shape import ModelShape
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
-Rows = TypeVar("Rows", "Tensor", NDArray[Any])
+Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
 """Values, or row numbers."""
 
 
@@ -35,22 +35,22 @@ class Rearrangement(Protocol):
     def is_row_permutation(self, model: ModelShape) -> bool: ...
 
 
-def _joined(parts: Sequence[Rows], axis: int = 0) -> Rows:
+def _joined(parts: Sequence[Movable], axis: int = 0) -> Movable:
     """One after the other along an axis."""
     several: Any = tuple(parts)
-    joined: Rows = np.concatenate(several, axis) if isinstance(parts[0], np.ndarray) else torch.cat(several, axis)
+    joined: Movable = np.concatenate(several, axis) if isinstance(parts[0], np.ndarray) else torch.cat(several, axis)
     return joined
 
 
-def _cut(whole: Rows, sizes: Sequence[int], axis: int = 0) -> list[Rows]:
+def _cut(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
     """The inverse, into parts of these sizes."""
     stops = [*accumulate(sizes)]
     spans = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
     return [whole[(slice(None),) * axis + (span,)] for span in spans]
 
 
-def _flat(grouped: Rows) -> Rows:
-    """Rows of all groups, of `[groups, rows, ...]`."""
+def _flat(grouped: Movable) -> Movable:
+    """Movable of all groups, of `[groups, rows, ...]`."""
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
@@ -67,24 +67,24 @@ class _Computation:
 class Same(_RowPermutation):
     """The same tensor."""
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return parts[0]
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole,)
 
 
 class Vocabulary(_RowPermutation):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (values,) = parts
         shape = (model.padded_vocab_size - model.vocab_size, *values.shape[1:])
         numbers = isinstance(values, np.ndarray)
         padding = np.zeros(shape, values.dtype) if numbers else values.new_zeros(shape)
         return _joined([values[: model.vocab_size], padding])
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole[: model.vocab_size],)
 
 
@@ -95,13 +95,13 @@ class Grouped(_RowPermutation):
     `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves.
     """
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         query, key, value = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
         if model.attention_output_gate:
             query = self._with_gates(query, (-1, 2), model)
         return _flat(_joined([query, key, value], 1))
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
         queries = grouped.shape[1] - 2 * model.kv_channels
         query, key, value = _cut(grouped, [queries, model.kv_channels, model.kv_channels], 1)
@@ -109,7 +109,7 @@ class Grouped(_RowPermutation):
             query = self._with_gates(query, (2, -1), model)
         return tuple(_flat(part) for part in (query, key, value))
 
-    def _with_gates(self, query: Rows, order: tuple[int, int], model: ModelShape) -> Rows:
+    def _with_gates(self, query: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
         """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""
         heads = query.reshape(query.shape[0], *order, model.kv_channels, *query.shape[2:])
         return heads.swapaxes(1, 2).reshape(query.shape)
@@ -118,10 +118,10 @@ class Grouped(_RowPermutation):
 class Halves(_RowPermutation):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return _joined(parts)
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return tuple(_cut(whole, [len(whole) // 2] * 2))
 
 
@@ -131,16 +131,16 @@ class DeltaNetByHead(_RowPermutation):
     (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
     """
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         assert model.gdn
         heads = model.gdn.num_key_heads
-        kinds: list[Rows] = []
+        kinds: list[Movable] = []
         for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
             by_head = part.reshape(heads, -1, *part.shape[1:])
             kinds += _cut(by_head, [size // heads for size in sizes], 1)
         return _joined([_flat(kind) for kind in kinds])
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
         kinds = _cut(whole, model.gdn.in_proj_parts)
         by_head = [kind.reshape(model.gdn.num_key_heads, -1, *kind.shape[1:]) for kind in kinds]
@@ -150,10 +150,10 @@ class DeltaNetByHead(_RowPermutation):
 class DeltaNetByKind(_RowPermutation):
     """The same, of four tensors in Hugging Face: queries, keys and values; output gates; betas; alphas (Qwen3.5)."""
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return _joined(parts)
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         gdn = model.gdn
         assert gdn
         return tuple(_cut(whole, [gdn.conv_size, *gdn.in_proj_parts[3:]]))
@@ -165,13 +165,13 @@ class Joined:
 
     inner: Rearrangement
 
-    def merge(self, parts: Sequence[Rows], model: ModelShape) -> Rows:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (joined,) = parts
         sizes = [len(part) for part in self.inner.split(np.empty((len(joined), 1)), model)]
-        merged: Rows = self.inner.merge(_cut(joined, sizes), model)
+        merged: Movable = self.inner.merge(_cut(joined, sizes), model)
         return merged
 
-    def split(self, whole: Rows, model: ModelShape) -> tuple[Rows, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (_joined(self.inner.split(whole, model)),)
 
     def is_row_permutation(self, model: ModelShape) -> bool:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.elements import Packing
@@ -27,9 +26,10 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-Bytes = NDArray[np.uint8]
+Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands

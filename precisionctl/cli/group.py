@@ -83,6 +83,7 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
+        import_torch_when_used()
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
             self._download(ctx)
             return super().invoke(ctx)
@@ -124,7 +125,6 @@ class Commands(click.Group):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         _replace_closed_streams()
-        import_torch_when_used()
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -267,7 +267,7 @@ def _other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], 
     """Weights whose codes of eight bits are not E4M3, which no engine takes."""
     for name in scales:
         if specs[name].packing is None and specs[name].dtype != CODES:
-            yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
+            yield Finding(name, f"{specs[name].dtype} codes", rule)
 
 
 def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout
 
-RowNumbers = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+RowNumbers: TypeAlias = "NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
