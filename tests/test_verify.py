@@ -393,10 +393,11 @@ def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine,
 
 @pytest.mark.parametrize("engine", engines().values(), ids=engines())
 def test_a_directory_without_fp8_weights_is_no_export(source, engine):
-    assert engine_rules.check(source, engine)[-1].what == "no weight is codes"
+    assert engine_rules.check(source, engine)[-1].what == "no weight is codes: all are bfloat16"
     for more in ((), ("--json",)):
         found = CliRunner().invoke(main, ["verify", str(source.path), "--target", engine.name, *more])
-        assert found.exit_code == 1 and "no weight is codes" in found.output
+        assert found.exit_code == 1 and "no weight is codes: all are bfloat16" in found.output
+        assert "values need no quantization" in found.output
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -0.01, 1e9, 1e-25])

@@ -53,6 +53,18 @@ class Box:
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
+    def run(self, start: int, count: int) -> "Iterator[Box]":
+        """Elements `[start, start + count)` of the box, counted row by row, as boxes: where the run begins or ends in a
+        row, that row is cut."""
+        while count:
+            row, column = divmod(start, self.columns)
+            if column or count < self.columns:
+                cut = Box(self.row + row, 1, self.column + column, min(count, self.columns - column))
+            else:
+                cut = Box(self.row + row, count // self.columns, self.column, self.columns)
+            yield cut
+            start, count = start + cut.elements, count - cut.elements
+
 
 class Computed(Protocol):
     """Rows of a tensor that are stored nowhere as they are read."""

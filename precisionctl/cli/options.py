@@ -32,17 +32,21 @@ class CheckpointPath(click.Path):
 
     name = "path"
 
+    def __init__(self, *, weights: bool = True) -> None:
+        super().__init__(exists=True, path_type=Path)
+        self.weights = weights
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = str(value)
         if Path(text).exists():
             return super().convert(value, param, ctx)
         try:
-            return HubName.read(text)
+            return HubName.read(text, weights=self.weights)
         except UnknownFormat as error:
             self.fail(f"'{text}': {error.what}. {error.do}", param, ctx)
 
 
-CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
+CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
 RUN = click.Path(exists=True, path_type=Path)
 
 

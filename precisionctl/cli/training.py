@@ -7,16 +7,18 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.group import Command
+from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
     GO_ON,
     NEW_PATH,
     POSITIVE,
+    TOKENIZER,
     Duration,
     fp8_state_option,
     iteration_option,
+    json_option,
     megatron_fp8_options,
 )
 
@@ -185,9 +187,10 @@ def calibrate(
 )
 @click.argument("data", type=DATA)
 @click.argument("out", type=NEW_PATH)
-@click.option("--tokenizer", type=CHECKPOINT, required=True, help="A checkpoint, or a directory of its tokenizer.")
+@click.option("--tokenizer", type=TOKENIZER, required=True, help="A checkpoint, or a directory of its tokenizer.")
 @click.option("--workers", type=POSITIVE, help="Processes. Default: one for each core.")
-def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> None:
+@json_option
+def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None, json_wanted: bool) -> None:
     """Tokenize DATA into OUT.bin and OUT.idx, Megatron's, which resume takes too.
 
     Text, JSONL, JSON, parquet or a folder, as resume reads it; of conversations OUT.learned says what is to be learned.
@@ -202,7 +205,10 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
     total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
     with console.bytes_progress("tokenizing", total) as on_text:
         made = make_corpus(data, out, tokenizer, workers or cores, on_text)
-    console.show_lines(report.corpus(made, out))
+    if json_wanted:
+        print_json(made.as_json(out))
+    else:
+        console.show_lines(report.corpus(made, out))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 

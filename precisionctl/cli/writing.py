@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import Command, print_json
+from precisionctl.cli.group import Command, print_json, repository
 from precisionctl.cli.options import (
     CHECKPOINT,
     GO_ON,
@@ -160,7 +160,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options
-def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
+@click.pass_context
+def export_inference(ctx: click.Context, /, recipe: str | None, how: Writing, **what: Any) -> None:
     """Write CHECKPOINT as FP8, or in four bits, for an inference engine, with the scales that training recorded.
 
     No calibration data is needed. Linears of attention and MLP become codes; the rest stays BF16. Weights that are
@@ -168,6 +169,7 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     """
     from precisionctl.commands.request import Request
 
+    what["base_model"] = what["base_model"] or repository(ctx, "source")
     do(Request.export(recipe=precision_of(recipe), **what), how)
 
 

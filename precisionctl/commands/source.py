@@ -124,12 +124,18 @@ def open_hinted(
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if architecture is None and reference is None:
-        return reader
-    named = architecture is not None and not of_megatron(reader)
-    if named or "config.json" in reader.own_companions.files:
+    given = [name for name, hint in {"--architecture": architecture, "--reference": reference}.items() if hint]
+    if given and "config.json" in reader.own_companions.files:
         raise RecipeError(
-            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
+            "the checkpoint says itself which model it is, by a config.json of its own",
+            where=path,
+            do=f"Leave {' and '.join(given)} out.",
+        )
+    if architecture is not None and not of_megatron(reader):
+        raise RecipeError(
+            f"--architecture is for Megatron checkpoints, this is {reader.container}",
+            where=path,
+            do="Give --reference, a Hugging Face directory of the same model.",
         )
     if reference is not None:
         try:

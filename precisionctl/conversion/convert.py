@@ -4,9 +4,12 @@ If source or target is a live model, this process is the only worker.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -92,7 +95,7 @@ def _torch_for(worker: Worker, jobs: Iterable[Job]) -> AbstractContextManager[No
 
 
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
-    """Whether a job writes into this rank's files. The first rank does jobs that write nothing (which check that a bias
+    """Whether a job writes into this rank's part. The first rank does jobs that write nothing (which check that a bias
     without a place in the target is zero)."""
     names = job.outputs
     return any(share.chunks(name) for name in names) if names else ranks.first
@@ -130,21 +133,38 @@ def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
     return {chunk.place for name in names for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
 
 
-def files_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, int]]:
-    """The files that each of `count` ranks writes, and the bytes of tensors in each: files that follow each other, with
-    about as many bytes as every other rank's."""
-    sizes: dict[Path, int] = {}
+def parts_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, range]]:
+    """The bytes that each of `count` ranks writes, by file. Laid end to end, all files are cut into equal parts; a cut
+    moves to where a file begins if that is near."""
+    ends: dict[Path, int] = {}
     for name in plan.targets:
         for chunk in writer.chunks(name):
             assert isinstance(chunk.place, Path), "a live model has one rank"
-            itemsize = writer.specs[name].dtype.itemsize
-            sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.elements * itemsize
-    files = sorted(sizes)
-    shares = [
-        {files[number]: sizes[files[number]] for number in share}
-        for share in deal([sizes[file] for file in files], count)
+            end = chunk.offset + chunk.box.elements * writer.specs[name].dtype.itemsize
+            ends[chunk.place] = max(end, ends.get(chunk.place, 0))
+    files = sorted(ends)
+    begins = [0, *accumulate(ends[file] for file in files)]
+    cuts = [_cut(begins, begins[-1] * rank // count, begins[-1] // count // 20) for rank in range(count + 1)]
+    return [
+        {
+            file: range(max(start, begin) - begin, min(stop, end) - begin)
+            for file, begin, end in zip(files, begins, begins[1:], strict=False)
+            if start < end and begin < stop
+        }
+        for start, stop in pairwise(cuts)
     ]
-    return shares + [{} for _ in range(count - len(shares))]
+
+
+def _cut(begins: Sequence[int], at: int, near: int) -> int:
+    """Where to cut files that begin at `begins`, near to `at`."""
+    nearest = min(begins, key=lambda begin: abs(begin - at))
+    begin = begins[bisect_right(begins, at) - 1]
+    return nearest if abs(nearest - at) <= near else at - (at - begin) % CUT_AT
+
+
+CUT_AT = 1 << 20
+"""A file is cut between ranks at multiples of this many bytes, so that no two hosts write into one page of it: not all
+network file systems keep apart what they change there."""
 
 
 class _Share:
@@ -152,10 +172,24 @@ class _Share:
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
-        self._mine = files_of_ranks(plan, writer, ranks.count)[ranks.rank]
+        self._mine = parts_of_ranks(plan, writer, ranks.count)[ranks.rank]
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return [chunk for chunk in self._writer.chunks(name) if chunk.place in self._mine]
+        itemsize = self.specs[name].dtype.itemsize
+        return [
+            replace(chunk, only=box)
+            for chunk in self._writer.chunks(name)
+            if isinstance(chunk.place, Path) and chunk.place in self._mine
+            for box in chunk.box.run(*_elements(chunk, itemsize, self._mine[chunk.place]))
+        ]
+
+
+def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
+    """The first of a chunk's elements that begins in a part of its file, and the number of them that do."""
+    first, stop = (
+        min(max(0, -((chunk.offset - byte) // itemsize)), chunk.box.elements) for byte in (part.start, part.stop)
+    )
+    return first, stop - first
 
 
 class _Recorder:

@@ -36,7 +36,8 @@ from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG, balance_args
+from precisionctl.trainer.saved.balance import balance_args
+from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 PRODUCER = "precisionctl"
