@@ -53,7 +53,7 @@ class Box:
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
-    def run(self, start: int, count: int) -> "Iterator[Box]":
+    def run(self, start: int, count: int) -> Iterator[Box]:
         """Elements `[start, start + count)` of the box, counted row by row, as boxes: where the run begins or ends in a
         row, that row is cut."""
         while count:
