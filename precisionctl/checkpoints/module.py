@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import sync_all
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
@@ -160,6 +160,5 @@ class LocalRows:
 
     def sync(self) -> None:
         """Sync the files that this rank has written to the disk."""
-        for file in {chunk.place for name in self.specs for chunk in self.chunks(name)}:
-            assert isinstance(file, Path), "the writer writes files"
-            sync(file)
+        chunks = (chunk for name in self.specs for chunk in self.chunks(name))
+        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})

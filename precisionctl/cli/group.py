@@ -49,8 +49,8 @@ def general_options() -> list[click.Parameter]:
         return click.Option(names, is_flag=True, expose_value=False, callback=remember(key), help=text)
 
     return [
-        switch(["-q", "--quiet"], _QUIET, "Print nothing but errors, and JSON if it is asked for."),
-        switch(["-v", "--verbose"], _VERBOSE, "Say on stderr what is found and done."),
+        switch(["-q", "--quiet"], _QUIET, "Print only errors, and JSON if you ask for it."),
+        switch(["-v", "--verbose"], _VERBOSE, "Print details of each step on stderr."),
         switch(["--debug"], _DEBUG, "Show the traceback of an error."),
     ]
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.base import Chunk, Chunked
-from precisionctl.checkpoints.output import forget, sync
+from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
@@ -218,8 +218,7 @@ class _Recorder:
     def _record(self, batch: list[JobResult]) -> None:
         if self._journal is None or not batch:
             return
-        for file in _files((name for job, _ in batch for name in job.outputs), self._writer):
-            sync(file)
+        sync_all(_files((name for job, _ in batch for name in job.outputs), self._writer))
         found = Findings()
         for _, new in batch:
             found |= new

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_me
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
-from precisionctl.checkpoints.output import Output, disk_problems, sync
+from precisionctl.checkpoints.output import Output, disk_problems, sync_all
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
@@ -92,9 +92,8 @@ class Saver:
         worker = Worker(self._towers, self._source, writer)
         for job in self._towers.jobs:
             worker.do(job)
-        for file in {chunk.place for name in self._towers.targets for chunk in writer.chunks(name)}:
-            assert isinstance(file, Path), "the writer writes files"
-            sync(file)
+        chunks = (chunk for name in self._towers.targets for chunk in writer.chunks(name))
+        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
 
     def poll(self) -> None:
         """End the pending save if all ranks have written it. Raises the error of a rank that failed."""
