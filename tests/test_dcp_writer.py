@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import conversions
 import pico
@@ -126,12 +127,11 @@ def test_torchtitans_names_are_written_and_read_back_to_the_same_bytes(tmp_path:
         *(f"layers.0.attention.qkv_linear.w{one}.weight" for one in "qkv"),
         *(f"optimizer.state.layers.0.attention.qkv_linear.wqkv.weight.{one}" for one in ("step", *MOMENTS)),
     }
-    size = model.config.head_dim
-    state = {
-        "layers.0.attention.qkv_linear.wk.weight": torch.empty(model.model.layers[0].self_attn.k_proj.weight.shape)
-    }
+    keys_of_heads = model.model.layers[0].self_attn.k_proj.weight
+    found = torch.empty(keys_of_heads.shape)
+    state = {"layers.0.attention.qkv_linear.wk.weight": found}
     dcp.load(state, storage_reader=FileSystemReader(tmp_path / "torchtitan"), no_dist=True)
-    assert torch.equal(*state.values(), in_pairs(model.model.layers[0].self_attn.k_proj.weight, size))
+    assert torch.equal(found, in_pairs(keys_of_heads, model.config.head_dim))
 
 
 def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -151,11 +151,13 @@ def test_rotary_pairs_are_moved_there_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("qwen3", "its Llama alone.*qwen3"), ("llama-biases", "no `model.layers")]
+    ("family", "changes", "said"),
+    [("qwen3", {}, "its Llama alone.*qwen3"), ("llama-3", {"attention_bias": True}, "no `model.layers")],
 )
-def test_torchtitan_is_refused_a_model_that_its_llama_is_not(tmp_path: Path, family: str, said: str) -> None:
-    biases = {"attention_bias": True} if family == "llama-biases" else {}
-    pico.save(tmp_path / "hf", "llama-3" if biases else family, **biases)
+def test_torchtitan_is_refused_a_model_that_its_llama_is_not(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    pico.save(tmp_path / "hf", family, **changes)
     with pytest.raises(MappingError, match=said):
         plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="torchtitan"))
 
