@@ -61,7 +61,7 @@ CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
 RUN, FILE = ExistingPath(), ExistingPath(dir_okay=False)
 
 
-class Engine(click.ParamType[str]):
+class EngineName(click.ParamType[str]):
     """What an export is for, by name: one that comes along, or from another package. Commands look it up."""
 
     name = "engine"
