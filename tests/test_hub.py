@@ -173,7 +173,7 @@ def test_a_path_that_is_mistyped_is_answered_with_the_one_that_was_meant(tmp_pat
     [
         ("https://huggingface.co/org/model", "org/model"),
         ("https://huggingface.co/org/model/tree/v1.0/", "org/model@v1.0"),
-        ("http://mirror:80/org/model/tree/refs/pr/3", "org/model@refs/pr/3"),
+        ("http://hf.co/org/model/tree/refs/pr/3", "org/model@refs/pr/3"),
     ],
 )
 def test_the_address_of_a_model_s_page_is_answered_with_its_name(address: str, name: str) -> None:

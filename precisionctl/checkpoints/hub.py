@@ -22,7 +22,9 @@ from precisionctl.errors import (
 )
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
-_PAGE = re.compile(r"https?://[^/]+/(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?:tree|commit)/(?P<revision>[\w./-]+?))?/?")
+_PAGE = re.compile(
+    r"https?://(?:huggingface|hf)\.co/(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?:tree|commit)/(?P<revision>[\w./-]+?))?/?"
+)
 """The address of a model in a browser."""
 _REMOTE = re.compile(r"[a-z][a-z0-9+]*://.+")
 _OURS = re.compile(r"precisionctl/\w[\w.-]*")
