@@ -50,7 +50,7 @@ def _cut(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
 
 
 def _flat(grouped: Movable) -> Movable:
-    """Movable of all groups, of `[groups, rows, ...]`."""
+    """Rows of all groups, of `[groups, rows, ...]`."""
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
