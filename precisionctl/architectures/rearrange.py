@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
@@ -34,6 +32,7 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+from precisionctl.torch_when_used import torch
 
 
 class TorchDistWriter:
