@@ -12,8 +12,8 @@ from command_line import say
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.fp8 import numerics, sidecar
 from precisionctl.dtypes import DType
+from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.encoding import CODES
 from precisionctl.fp8.statistics import UNDERFLOW
 
