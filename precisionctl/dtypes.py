@@ -10,7 +10,7 @@ import builtins
 from enum import Enum
 from functools import cached_property
 
-import torch
+from precisionctl.torch_when_used import torch
 
 
 class DType(Enum):

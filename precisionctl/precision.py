@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-import torch
-
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.numerics import MX_BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.torch_when_used import torch
 
 
 @dataclass(frozen=True)

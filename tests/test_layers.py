@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "precisionctl"
 
-ANYONE = {"errors", "dtypes", "untrusted", "discover"}
+ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover"}
 """Leaves that every unit may import."""
 
 DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"

@@ -12,6 +12,7 @@ from command_line import say
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.encoding import CODES
 from precisionctl.fp8.statistics import UNDERFLOW
@@ -70,13 +71,13 @@ def test_a_hundred_times_the_spread_is_what_fp8_is_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codes", CODES[:2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_underflows_are_counted_as_the_slow_reference_counts_them(dtype: torch.dtype, codes: torch.dtype) -> None:
+def test_underflows_are_counted_as_the_slow_reference_counts_them(dtype: torch.dtype, codes: DType) -> None:
     """Zeros of both signs, NaN, infinities and values on either side of half the smallest code."""
-    smallest = 2.0**-9 if codes == torch.float8_e4m3fn else 2.0**-16
+    smallest = 2.0**-9 if codes == DType.float8_e4m3fn else 2.0**-16
     edges = [0.0, -0.0, math.nan, math.inf, -math.inf, 1.0, -1.0]
     edges += [sign * smallest * part for sign in (1, -1) for part in (0.4, 0.5, 0.6, 1.0)]
     values = torch.tensor(edges).to(dtype).repeat(33).view(5, -1)
-    made = numerics.encode(values, torch.ones(()), codes)
+    made = numerics.encode(values, torch.ones(()), codes.torch)
     expected = sum(float(v) != 0 and float(c) == 0 for v, c in zip(values.flatten(), made.flatten(), strict=True))
     assert expected and numerics.underflows(values, made) == expected
     assert numerics.underflows(values.t().contiguous().t(), made) == expected

@@ -13,12 +13,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
 from precisionctl.architectures.config_keys import Entry
 from precisionctl.architectures.rearrange import SAME, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +50,7 @@ def _cut(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
 
 
 def _flat(grouped: Movable) -> Movable:
-    """Movable of all groups, of `[groups, rows, ...]`."""
+    """Rows of all groups, of `[groups, rows, ...]`."""
     return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 

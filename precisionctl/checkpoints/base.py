@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import torch
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.elements import Packing
@@ -24,6 +23,7 @@ from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
@@ -25,6 +23,7 @@ from precisionctl.fp8.elements import E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, check_beside, complete_encoding, recognise
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
 if TYPE_CHECKING:

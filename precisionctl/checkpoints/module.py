@@ -13,14 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
 from precisionctl.checkpoints.output import sync_all
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

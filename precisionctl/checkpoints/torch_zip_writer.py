@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 _ALIGNMENT = 64

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.model_shape import ModelShape
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

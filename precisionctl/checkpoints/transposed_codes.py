@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import AS_VALUES, FLOATS
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

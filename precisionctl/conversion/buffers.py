@@ -8,13 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from precisionctl.checkpoints.base import Bytes, in_pieces
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

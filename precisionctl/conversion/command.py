@@ -28,6 +28,7 @@ from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
+from precisionctl.param import ONE_RANK
 from precisionctl.planning.plan import Plan
 
 MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
@@ -197,8 +198,10 @@ def check_room(command: PlannedCommand) -> None:
     free = shutil.disk_usage(directory_above(partial)).free
     there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
     specs, writer = command.writer.specs, command.writer
-    # By chunks, as a tensor may be written for several ranks
-    needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
+    if command.plan.parallelism == ONE_RANK:
+        needed = sum(spec.nbytes for spec in specs.values())
+    else:  # by chunks, as a tensor may be written for several ranks
+        needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
     if free + there < needed:
         raise DiskProblem(
             f"{needed:,} bytes to write, {free:,} bytes free",

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
@@ -22,6 +20,7 @@ from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.quant_methods.base import Scales
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import directory_above
 from precisionctl.conversion.buffers import BUFFER, worker_memory
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
+from precisionctl.torch_when_used import torch
 
 PLANNED = 1600
 """Bytes that a plan takes for each tensor that is read or written, at most: in DeepSeek-V3 and Kimi-K2, BF16 or FP8,

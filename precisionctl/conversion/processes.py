@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-import torch
-
 from precisionctl.errors import OutputError
+from precisionctl.torch_when_used import torch
 
 Item = TypeVar("Item")
 T = TypeVar("T")

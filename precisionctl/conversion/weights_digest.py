@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.dtypes import DType
@@ -25,6 +23,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

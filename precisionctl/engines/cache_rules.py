@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-import torch
-
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
+from precisionctl.torch_when_used import torch
 
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale")
 """The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""

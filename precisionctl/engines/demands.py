@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, cache_scales, sibling, sized
+from precisionctl.torch_when_used import torch
 
 CONFIG = "config.json"
 

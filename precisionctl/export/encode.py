@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from precisionctl.architectures.families import table_of
 from precisionctl.engines.serving import ServingLayout, fused, in_step
 from precisionctl.errors import PrecisionError
@@ -24,6 +22,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

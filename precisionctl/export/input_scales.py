@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.conversion.weights_digest import digest_weights
@@ -16,6 +14,7 @@ from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

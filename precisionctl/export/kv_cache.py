@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.dtypes import DType
@@ -24,6 +22,7 @@ from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import CODES, QuantMethod
+from precisionctl.torch_when_used import torch
 
 _PROJECTION = "linear_proj"
 _RECORD = "Record them with `precisionctl calibrate`, and give its file with --fp8-state; or leave --kv-cache out."

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.fp8 import group_scales, numerics
 from precisionctl.fp8.elements import E2M1, E4M3, INT4, Element
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

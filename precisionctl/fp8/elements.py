@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.dtypes import DType
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.elements import E2M1, Element
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, RecipeError
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
@@ -27,6 +25,7 @@ from precisionctl.fp8.state import (
     RoleState,
 )
 from precisionctl.fp8.te_pickle import Delayed, PickledTensor, load, storage, tensor
+from precisionctl.torch_when_used import torch
 
 FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 """By `fp8_format`, the largest code value forward and backward; TE stores the format as these."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from precisionctl.fp8 import group_scales, nibbles, numerics
 from precisionctl.fp8.nibbles import NUMBERS, NibbleFormat
 from precisionctl.fp8.statistics import Loss
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.nibbles import NibbleFormat
 from precisionctl.fp8.numerics import INTEGERS
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

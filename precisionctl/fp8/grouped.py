@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

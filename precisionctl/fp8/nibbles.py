@@ -10,9 +10,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from precisionctl.fp8.numerics import INTEGERS, PIECE
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

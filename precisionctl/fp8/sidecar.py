@@ -15,12 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
 if TYPE_CHECKING:

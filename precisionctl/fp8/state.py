@@ -10,10 +10,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.statistics import Statistics
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,10 +9,9 @@ import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive, safe_pickle
 
 if TYPE_CHECKING:

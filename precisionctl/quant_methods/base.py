@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 import precisionctl.quant_methods
 from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
@@ -26,6 +24,7 @@ from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP, zero_points
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -28,6 +26,7 @@ from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, 
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table, size
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,9 @@ import io
 import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.errors import damage, shown
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.safe_pickle import finite
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.cache_rules import attention_and_kind
@@ -23,6 +21,7 @@ from precisionctl.fp8.numerics import FP8_MAX, recorded_amax, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import CACHE_SCALES, CODES
+from precisionctl.torch_when_used import torch
 from precisionctl.verify.configs import Found
 from precisionctl.verify.not_compared import NotCompared
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from precisionctl.checkpoints.base import Bytes, Reader, bytes_of, in_pieces, read_bytes, read_tensor
 from precisionctl.dtypes import DType
@@ -16,6 +15,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.dtypes import DType
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

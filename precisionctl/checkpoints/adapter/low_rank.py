@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions, whole
 from precisionctl.checkpoints.companions import to_json
@@ -27,6 +25,7 @@ from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import MOMENTS, STATE, TensorSpec
+from precisionctl.torch_when_used import torch
 
 _VERSION = "0.19.8"
 

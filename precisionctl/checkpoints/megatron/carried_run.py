@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-import torch
-
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
@@ -25,6 +23,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import STATE, Parallelism, TensorSpec
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import finite, parts
 
 if TYPE_CHECKING:

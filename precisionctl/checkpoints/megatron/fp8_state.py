@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
@@ -20,6 +18,7 @@ from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import ColumnOrder, Directions
 from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_columns, encode_payload, has_payload
 from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -9,10 +9,9 @@ import io
 import re
 from typing import Any, NamedTuple
 
-import torch
-
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.torch_when_used import torch
 
 _NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
 _OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from precisionctl.checkpoints.base import Chunk, in_pieces, read_rows
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 
 _ELEMENTS = 1 << 20
 """Compared at a time."""

@@ -11,10 +11,9 @@ import argparse
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
@@ -25,7 +24,7 @@ from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, 
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
-from precisionctl.checkpoints.torch_dist.placement import lay_out, layers_differ, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import Placed, lay_out, layers_differ, place, stored_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
@@ -33,6 +32,7 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+from precisionctl.torch_when_used import torch
 
 
 class TorchDistWriter:
@@ -64,12 +64,19 @@ class TorchDistWriter:
         self._fp8_in, self._te = fp8_in, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
-        keys = {name: stack(name, self._by_layer) for name in specs}
-        _check_stacks(specs, keys)
-        self._placed = place(directory, specs, keys, parallelism)
-        self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
+        self._keys = {name: stack(name, self._by_layer) for name in specs}
+        _check_stacks(specs, self._keys)
+
+    @cached_property  # a plan needs no places, nor PyTorch, which makes the archives around tensors
+    def _placed(self) -> list[Placed]:
+        return place(self.directory, self.specs, self._keys, self._parallelism)
+
+    @cached_property
+    def _chunks(self) -> Mapping[str, list[Chunk]]:
+        found: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for placed in self._placed:
-            self._chunks[placed.name].append(placed.chunk)
+            found[placed.name].append(placed.chunk)
+        return found
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]

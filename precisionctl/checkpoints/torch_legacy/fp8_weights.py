@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from precisionctl.checkpoints.base import shard_boxes
 from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
@@ -19,6 +17,7 @@ from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
+from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

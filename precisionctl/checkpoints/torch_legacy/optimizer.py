@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import MOMENTS, STATE
+from precisionctl.torch_when_used import torch
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
 NO_PARAMETERS = ("expert_bias", "_extra_state")

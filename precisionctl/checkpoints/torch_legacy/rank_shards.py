@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from precisionctl.checkpoints.base import Box, Chunk, read_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
@@ -14,6 +12,7 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec
+from precisionctl.torch_when_used import torch
 
 SMALL = 1 << 20
 """Replicas of tensors of up to this many bytes are compared, all of them."""

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.architectures.megatron_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
@@ -56,6 +54,7 @@ from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_locate
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, TensorSpec
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")

@@ -16,8 +16,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
@@ -45,6 +43,7 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import MOMENTS, ONE_RANK, STATE, Parallelism, TensorSpec
+from precisionctl.torch_when_used import torch
 
 _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)
