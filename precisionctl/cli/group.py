@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
+from precisionctl.cli.torch_when_used import import_torch_when_used
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -48,8 +49,8 @@ def general_options() -> list[click.Parameter]:
         return click.Option(names, is_flag=True, expose_value=False, callback=remember(key), help=text)
 
     return [
-        switch(["-q", "--quiet"], _QUIET, "Print nothing but errors, and JSON if it is asked for."),
-        switch(["-v", "--verbose"], _VERBOSE, "Say on stderr what is found and done."),
+        switch(["-q", "--quiet"], _QUIET, "Print only errors, and JSON if you ask for it."),
+        switch(["-v", "--verbose"], _VERBOSE, "Print details of each step on stderr."),
         switch(["--debug"], _DEBUG, "Show the traceback of an error."),
     ]
 
@@ -85,6 +86,7 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
+        import_torch_when_used()
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
             _download(ctx)
             return super().invoke(ctx)

@@ -5,6 +5,8 @@ each pipeline stage and experts in each rank, and the last stage has a copy of t
 parallel sizes can load the result.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 from bisect import bisect

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.output import Output, disk_problems, sync_all
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
+from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -122,7 +123,7 @@ class Saver:
         stored = dict(run.model.shards.tensors)
         for name, parameter in run.optimizer.parameters.items():
             if not isinstance(parameter, DTensor):  # FSDP's are FP32 in memory, but stored in the model's dtype
-                stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=parameter.dtype))
+                stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=DType.of(parameter.dtype)))
         plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
         companions = self._source.companions
         writer: Writer = TorchDistWriter(
@@ -232,7 +233,7 @@ def with_optimizer(plan: Plan) -> Plan:
         for job in plan.jobs:
             write = f"{STATE}{kind}.{job.name}"
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
-            targets[write] = replace(plan.targets[job.name], dtype=torch.float32)
+            targets[write] = replace(plan.targets[job.name], dtype=DType.float32)
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
 
