@@ -63,6 +63,7 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
     from precisionctl.checkpoints.base import Companions, write_rows
     from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
     from precisionctl.conversion.weights_digest import digest_weights
+    from precisionctl.dtypes import DType
     from precisionctl.fp8 import sidecar
     from precisionctl.param import TensorSpec
 
@@ -85,7 +86,7 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
         if row.present.in_layout("hf", model):
             for place in row.places(model):
                 for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True):
-                    specs[name] = TensorSpec(shape, torch.bfloat16)
+                    specs[name] = TensorSpec(shape, DType.bfloat16)
     directory.mkdir(parents=True)
     writer = HuggingFaceWriter(directory, specs, Companions(), config, max_shard_size=1_000_000_000)
     writer.lay_out()
