@@ -5,7 +5,10 @@ use it in functions and, unevaluated, in annotations, but nowhere that runs whil
 """
 
 import sys
-from importlib.util import find_spec, module_from_spec
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +22,27 @@ class _WhenUsed(ModuleType):
         self.__class__ = ModuleType  # type: ignore[assignment]
         self.__path__ = spec.submodule_search_locations
         spec.loader.exec_module(self)
+        if name == "__path__":
+            sys.meta_path.insert(0, _ImportedMeanwhile())
         return getattr(self, name)
+
+
+class _ImportedMeanwhile(MetaPathFinder, Loader):
+    """Who imports `torch.distributed` asks torch for its path, and torch, executed for that, imports the module itself.
+    importlib would now execute it once more, and PyTorch abort: this finds and loads what is there."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        sys.meta_path.remove(self)  # the next import is one like any other
+        self._module = sys.modules.get(name)
+        return spec_from_loader(name, self) if self._module else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        assert self._module
+        self._spec = self._module.__spec__
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # importlib has replaced it
 
 
 def import_torch_when_used() -> None:
