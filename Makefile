@@ -19,8 +19,11 @@ lint: $(READY)
 docs: $(READY)  ## the pages as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: $(READY)  ## prints numbers, asserts none
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+bench: $(READY)  ## for a quiet machine with 20 GB of disk: prints numbers and puts tables into docs, asserts none
+	$(BIN)/python benchmarks/convert.py --pairs 3 --into docs/benchmarks.md
+	$(BIN)/python benchmarks/four_bits.py --pairs 2 --into docs/four_bits.md
+	$(BIN)/python benchmarks/planning.py --into docs/benchmarks.md
+	for script in startup largest_batch switch; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 RESULTS := benchmarks/results
 gpu:  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three calls of under ten minutes, and the tables

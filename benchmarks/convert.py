@@ -63,6 +63,7 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
     from precisionctl.checkpoints.base import Companions, write_rows
     from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
     from precisionctl.conversion.weights_digest import digest_weights
+    from precisionctl.dtypes import DType
     from precisionctl.fp8 import sidecar
     from precisionctl.param import TensorSpec
 
@@ -85,7 +86,7 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
         if row.present.in_layout("hf", model):
             for place in row.places(model):
                 for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True):
-                    specs[name] = TensorSpec(shape, torch.bfloat16)
+                    specs[name] = TensorSpec(shape, DType.bfloat16)
     directory.mkdir(parents=True)
     writer = HuggingFaceWriter(directory, specs, Companions(), config, max_shard_size=1_000_000_000)
     writer.lay_out()
@@ -310,11 +311,31 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: Path, made: str) -> None:
-    """Replace the table between the marks of a page."""
-    before, _, rest = page.read_text().partition("<!-- convert -->\n")
-    _, _, after = rest.partition("<!-- /convert -->")
-    page.write_text(f"{before}<!-- convert -->\n{made}\n<!-- /convert -->{after}")
+def put_into(page: Path, mark: str, made: str) -> None:
+    """Replace what is between two marks of a page."""
+    before, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    _, end, after = rest.partition(f"<!-- /{mark} -->")
+    assert begin and end, f"{page} has no marks `{mark}`"
+    page.write_text(f"{before}{begin}{made}\n{end}{after}")
+
+
+def circumstances(pairs: int, workers: int) -> dict[str, Any]:
+    """When and where a benchmark begins."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "pairs": pairs,
+        "workers": workers,
+    }
+
+
+def caption(about: Mapping[str, Any]) -> str:
+    return (
+        f"On {about['date']}, medians of {about['pairs']} pairs, {about['workers']} workers, on {about['cpus']} cores "
+        f"with a load of {about['load']:.1f} at the beginning:\n\n"
+    )
 
 
 def main() -> None:
@@ -332,21 +353,15 @@ def main() -> None:
         task, source, target = options.child
         child(task, Path(source), Path(target), options.workers, options.started)
         return
+    about = circumstances(options.pairs, options.workers)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         sizes = {options.gigabytes / 4: 1, options.gigabytes / 2: 1, options.gigabytes: options.pairs}
         rows = benchmark(sizes, options.workers, Path(scratch))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-    }
     plot(rows, options.out.with_suffix(".png"))
-    options.out.write_text(
-        json.dumps({**machine, "pairs": options.pairs, "workers": options.workers, "rows": rows}, indent=2)
-    )
+    options.out.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
     if options.into:
-        put_into(options.into, table(rows))
+        put_into(options.into, "convert", caption(about) + table(rows))
 
 
 if __name__ == "__main__":

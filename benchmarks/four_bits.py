@@ -1,6 +1,7 @@
 """Four bits against a file copy of the bytes that are read: INT4 to BF16, and BF16 to NVFP4.
 
     python benchmarks/four_bits.py [--gigabytes 2.4] [--pairs 7] [--out benchmarks/results/four_bits.json]
+        [--into docs/four_bits.md]
 
 Pairs, and what is counted, are those of `convert.py`. INT4 to BF16 writes 3.8 times the bytes that it reads, so a
 source of 2.4 GB needs 20 GB of disk. CPU seconds are beside the clock's, as they hold on a busy machine too.
@@ -9,11 +10,9 @@ source of 2.4 GB needs 20 GB of disk. CPU seconds are beside the clock's, as the
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,19 @@ def measure(task: str, source: Path, scratch: Path, pairs: int, workers: int) ->
     return {"task": task, **sizes, **medians, "memory_mb": max(run["memory_mb"] for run in runs)}
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| | read, written | `precisionctl`: clock, CPU | `cp`: clock, CPU | speed over `cp` |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in zip(("INT4 to BF16", "BF16 to NVFP4"), rows, strict=True):
+        lines.append(
+            f"| {name} | {row['read_gb']:.2f} GB, {row['written_gb']:.2f} GB | {row['ours_s']:.1f} s, "
+            f"{row['ours_cpu_s']:.1f} s | {row['cp_s']:.2f} s, {row['cp_cpu_s']:.2f} s | {row['speed_over_cp']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def of_children() -> float:
     times = os.times()
     return times.children_user + times.children_system
@@ -64,7 +76,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, help="directory on the disk to measure; else the temporary one")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/four_bits.json"))
+    parser.add_argument("--into", type=Path, help="a page with a table between `<!-- four-bits -->` marks")
     options = parser.parse_args()
+    about = convert.circumstances(options.pairs, options.workers)
     rows = []
     for task in TASKS:
         with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
@@ -78,10 +92,10 @@ def main() -> None:
             f"(cpu {row['ours_cpu_s']:6.2f})  {row['speed_over_cp']:5.2f} x cp  +{row['memory_mb']:4.0f} MB",
             flush=True,
         )
-    load = {"load": os.getloadavg()[0], "cpus": os.cpu_count(), "pairs": options.pairs, "workers": options.workers}
-    machine = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), **load}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**machine, "rows": rows}, indent=2))
+    options.out.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+    if options.into:
+        convert.put_into(options.into, "four-bits", convert.caption(about) + table(rows))
 
 
 if __name__ == "__main__":

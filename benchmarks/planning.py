@@ -1,7 +1,7 @@
 """What plans of the largest open models take, and how ranks would share their files: sparse directories, as large as
 the models and without their numbers, of which no tensor is read.
 
-    python benchmarks/planning.py [--out benchmarks/results/planning.json]
+    python benchmarks/planning.py [--out benchmarks/results/planning.json] [--into docs/benchmarks.md]
 
 CPU seconds of `plan_command`, and the most memory above what importing the program takes, each in a fresh process,
 beside what `--dry-run` says. Of ranks: the files and bytes of each, and the most bytes over the mean.
@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from convert import put_into
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "published_configs.jsonl"
 
@@ -120,9 +122,41 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def plans_table(rows: list[dict[str, Any]]) -> str:
+    """Of plans for `torch_dist`."""
+    lines = ["| model | stored tensors | CPU | memory | predicted |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row["target"] == "torch_dist":
+            lines.append(
+                f"| {in_words(row)} | {row['tensors']:,} | {row['cpu_s']:.2f} s | {row['memory_mb']:.0f} MB | "
+                f"{row['said_mb']:.0f} MB |"
+            )
+    return "\n".join(lines)
+
+
+def ranks_table(rows: list[dict[str, Any]]) -> str:
+    """Of whole models in BF16: the most bytes of a rank over the mean."""
+    lines = [
+        f"| target | {' | '.join(f'{count} ranks' for count in RANKS)} |",
+        "|---" * (1 + len(RANKS)) + "|",
+    ]
+    for row in rows:
+        if row["model"].endswith("-61-bf16"):
+            target = "Hugging Face" if row["target"] == "hf" else f"`{row['target']}`"
+            shares = " | ".join(f"{row['ranks'][str(count)]['most_over_mean']:.2f}" for count in RANKS)
+            lines.append(f"| {in_words(row)}, {target} | {shares} |")
+    return "\n".join(lines)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    model, layers, dtype = row["model"].rsplit("-", 2)
+    return f"{model.removesuffix('-Instruct')}, {layers} layers, {'BF16' if dtype == 'bf16' else 'FP8 as published'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planning.json"))
+    parser.add_argument("--into", type=Path, help="a page with tables between marks `planning` and `ranks`")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -131,6 +165,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(Path(scratch))
     options.out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=2) + "\n")
+    if options.into:
+        put_into(options.into, "planning", plans_table(rows))
+        put_into(options.into, "ranks", ranks_table(rows))
 
 
 if __name__ == "__main__":
