@@ -154,14 +154,14 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
         what = "Muon's momentum (`momentum_buffer`), which goes from Megatron to Megatron alone"
         raise CheckpointError(what, where=reader.path, do=DROP_OPTIMIZER)
     with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
-        step, group = adam_of(reader)
+        step, group = _adam_of(reader)
         if step is None:
             raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
         return TrainerRun(int(step), adam_settings([{**group, **rates}]), ("the schedule", "random generators"))
 
 
-def adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
+def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
     """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
     (of the first of several optimizers). Raises KeyError and its like for an optimizer that is not Megatron's."""
     found = next(iter(optimizer_settings(reader)), {})
