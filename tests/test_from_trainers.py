@@ -101,20 +101,26 @@ def losses(path: Path) -> list[float]:
 def of_hf_trainer(path: Path) -> Path:
     """A `checkpoint-7` with the optimizer of a model that a run of ours can go on with, and its tokenizer."""
     model, optimizer = trained_models.trained("llama-3", vocab_size=80)
-    optimizer.param_groups[0]["initial_lr"] = 0.02
     hf_trainer(training.add_tokenizer(path), model, optimizer)
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
     return path
 
 
 def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: Path) -> None:
-    source, text = of_hf_trainer(tmp_path / "checkpoint-7"), training.make_text(tmp_path / "text.txt")
-    started, finished, _ = training.run(training.settings(source, text, tmp_path / "run", train__steps=8))
-    assert (started.load, started.step, finished.step) == ("full", 7, 8)
+    """One without config and tokenizer, which the reference has."""
+    model, optimizer = trained_models.trained("llama-3", vocab_size=80)
+    source = deepspeed(tmp_path / "run", model, optimizer)
+    reference = training.add_tokenizer(tmp_path / "reference")
+    (source / "config.json").rename(reference / "config.json")
+    made = training.settings(source, training.make_text(tmp_path / "text.txt"), tmp_path / "out", train__steps=3)
+    with pytest.raises(CheckpointError, match="does not say which model it is.*or `resume` a Hugging Face directory"):
+        run_plan.dry_run(made)
+    started, finished, _ = training.run(replace(made, reference=reference))
+    assert (started.load, started.step, finished.step) == ("full", 2, 3)
     said = "\n".join(beginning(started))
-    assert "optimizer: masters and moments of the checkpoint, after 2 updates\n" in said
-    assert "from step 7 on; the checkpoint's last was 1.00e-02, of 2.00e-02 without a schedule" in said
-    assert "stays behind of the run: the schedule of learning rates, whose kind is not stored, random gen" in said
+    assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
+    assert "from step 2 on; the checkpoint's last was 1.00e-03, of 2.00e-03 without a schedule" in said
+    assert "stays behind of the run: the schedule of learning rates, whose kind is not stored, " in said
     saved: Any = open_checkpoint(finished.checkpoint)
     assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3
 

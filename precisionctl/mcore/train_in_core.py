@@ -253,7 +253,8 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     if world.first:
         shutil.rmtree(folder, ignore_errors=True)
     world.barrier()
-    made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
+    given, dropped = plan.settings, updates is None
+    made = Request(given.checkpoint, folder, "megatron", "bf16", drop_optimizer=dropped, reference=given.reference)
     if plan.recipe.precision.fp8:
         made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
     execute(plan_command(made), restart=True, ranks=ranks)
