@@ -11,8 +11,8 @@ import pytest
 import torch
 from core_models import of_stages, peer
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained_models import MOMENTS, config_of, moments, save, states, trained
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from trained_models import MOMENTS, config_of, moments, save, states, train, trained
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
@@ -78,6 +78,52 @@ def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Pa
         same | {"wd_mult": 0.0, "weight_decay": 0.0},
     ]
     assert any("schedule of learning rates" in note for note in told.notes)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_named(
+    tmp_path: Path, flat: bool
+) -> None:
+    """A rate of their own for embeddings, which do not decay; and a norm that does. The rate of most is a tensor, as
+    compiled optimizers want it. `flat` is as torchtitan saves groups, each parameter for itself."""
+    model = pico.make("llama-3")
+    named = dict(model.named_parameters())
+    embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
+    plain = {name for name in named if "layernorm" in name}
+    groups: list[dict[str, Any]] = [
+        {"params": [named[name] for name in sorted(embeddings)], "lr": 1e-3, "weight_decay": 0.0},
+        {"params": [named["model.norm.weight"]], "lr": 1e-3, "weight_decay": 0.1},
+        {"params": [named[name] for name in named.keys() - embeddings - plain - {"model.norm.weight"}]},
+        {"params": [named[name] for name in plain], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.5), weight_decay=0.1, betas=(0.9, 0.95))
+    train(model, optimizer, range(1))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    reader: Any = open_checkpoint(config_of(model, save(tmp_path / "dcp", saved)))
+    assert reader.left == () and reader.trainer_run.settings == {
+        "lr": 0.5,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+    }
+    *_, rates, norms, matrices = reader.trainer_run.left
+    assert (rates, norms) == ("groups of parameters of their own lr", "weight decay of norms and biases")
+    assert matrices.endswith(" and 1 more matrices do not decay")
+
+
+def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    whole = states(model, optimizer)
+    state = whole["optimizer"]["state"]["model.norm.weight"]
+    state["exp_avg"] = state["exp_avg"].to(torch.int8)
+    made = config_of(model, save(tmp_path / "dcp", whole))
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg.model.norm.weight` is torch.int8, and AdamW's is floating.*--drop"
+    ):
+        conversions.run(made, tmp_path / "out", "megatron")
+    told = conversions.run(made, tmp_path / "out", "megatron", drop_optimizer=True)
+    assert any("The optimizer stays behind: `optimizer.state.exp_avg.model.norm.weight`" in note for note in told.notes)
 
 
 def test_without_its_optimizer_a_checkpoint_is_weights_alone(tmp_path: Path) -> None:

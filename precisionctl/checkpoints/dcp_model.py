@@ -19,8 +19,8 @@ from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, trainer_step
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
 
 ACCELERATE = "pytorch_model_fsdp_0"
@@ -87,7 +87,7 @@ class DcpModelReader(TrainerDirectory):
                 self._places |= {prefixes[kind] + name: place for name, place in renamed.items()}
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
 
     def _logical(self, named: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
@@ -106,6 +106,15 @@ class DcpModelReader(TrainerDirectory):
                 found[logical] = tensor
         return found
 
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """AdamW's moments. Raises CheckpointError for some that are none of AdamW's."""
+        for name, spec in self._moments.items():
+            if not spec.dtype.is_floating_point:
+                what = f"`{name}` is {spec.dtype}, and AdamW's is floating-point"
+                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+        return self._moments
+
     def _spec(self, place: str | torchtitan.Heads) -> TensorSpec:
         if isinstance(place, str):
             return self._stored.specs[place]
@@ -115,8 +124,9 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        adam = self._optimizer
-        return TrainerRun(adam.updates(self.path), adam.adam(), (*left, *adam.lost_settings()))
+        groups = [*self._optimizer.groups()]
+        settings = adam_settings(groups, self.path)
+        return TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(groups)))
 
     @cached_property
     def iteration(self) -> int | None:

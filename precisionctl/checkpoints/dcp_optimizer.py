@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, adam_settings, lost_settings
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 
@@ -36,14 +35,16 @@ _OF_RUN = re.compile(
 class DcpOptimizer:
     """AdamW's tensors by parameter: `moments` by kind, and the `steps` that it counts. `settings` are where each of a
     parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may be states
-    that are `numbered`, of the parameters that each group's object says (`parameters`)."""
+    that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names` those of the
+    numbers."""
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Span]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    parameters: Mapping[int, Span] = field(default_factory=dict)
+    parameters: Mapping[str, Span] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def unread(self) -> str:
@@ -71,27 +72,32 @@ class DcpOptimizer:
             )
         return next(iter(counts))
 
-    def adam(self) -> Mapping[str, Any]:
-        """As `adam_settings`; of the groups no more is read than it takes."""
-        return adam_settings(self._groups())
+    def groups(self) -> Iterator[ParameterGroup]:
+        """Its groups of parameters; torchtitan's, of one each, have the names of these."""
+        for group, spans in self.settings.items():
+            stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
+            tensors = {key: one for key, one in stored.items() if isinstance(one, Tensor) and one.numel() == 1}
+            yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
 
-    def lost_settings(self) -> tuple[str, ...]:
-        """As `trainer_run.lost_settings`."""
-        return lost_settings(self._groups())
-
-    def _groups(self) -> Iterator[Mapping[str, Any]]:
-        for spans in self.settings.values():
-            yield {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
+    def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
+        trained, listed = self.moments.get(MOMENTS[0], {}), [group]
+        if span := self.parameters.get(group):
+            with damage("a group of parameters that PyTorch does not save", span):
+                listed = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
+        return {name: trained[name].shape for name in listed} if all(name in trained for name in listed) else None
 
 
 def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
     """The weights of a checkpoint, and its optimizer."""
     weights = {key: tensor for key, tensor in index.tensors.items() if not _OF_RUN.fullmatch(key)}
     states: dict[str, dict[str, DcpTensor]] = {"step": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[int, Span]()
+    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[str, Span]()
     numbered = dict[int, dict[str, str]]()
     for key, tensor in index.tensors.items():
         if key in weights:
+            continue
+        if (setting := _SETTING.fullmatch(key)) and tensor.shape in ((), (1,)):
+            settings.setdefault(setting[1], {})[setting[2]] = tensor.pieces[0].span
             continue
         match = _STATE.fullmatch(key)
         if match and not match[1].isdecimal():
@@ -104,7 +110,7 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
         if match := _SETTING.fullmatch(key):
             settings.setdefault(match[1], {})[match[2]] = span
         elif match := _PARAMETERS.fullmatch(key):
-            parameters[int(match[1])] = span
+            parameters[match[1]] = span
     return weights, DcpOptimizer(states, states.pop("step"), settings, tuple(others), numbered, parameters)
 
 
@@ -115,7 +121,8 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
         return found
     shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-    groups = [{"params": torch_zip.load(span.read(), span)} for _, span in sorted(found.parameters.items())]
+    ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0]))]
+    groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
     with damage("groups of parameters that PyTorch does not save", where):
         try:
             named = parameters_by_number(groups, shapes, specs, where)
@@ -129,4 +136,5 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
         }
     taken = {key for kinds in found.numbered.values() for key in kinds.values()}
     others = tuple(key for key in found.others if key not in taken)
-    return DcpOptimizer(states, states.pop("step"), found.settings, others)
+    names = {number: name for number, (name,) in named.items()}
+    return DcpOptimizer(states, states.pop("step"), found.settings, others, {}, found.parameters, names)
