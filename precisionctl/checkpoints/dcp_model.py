@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
@@ -19,9 +20,16 @@ from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, trainer_step
+from precisionctl.checkpoints.trainer_run import (
+    ParameterGroup,
+    TrainerRun,
+    adam_settings,
+    lost_settings,
+    muon_settings,
+    trainer_step,
+)
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import MOMENTUM, STATE, TensorSpec
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -43,6 +51,12 @@ _INSIDE_MODEL = (
 """What comes next where `model.`, or the name of an application's own dict, is not the model's."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
+
+
+_OF_MUON = (
+    "Nesterov, scale and Newton-Schulz steps of Muon, which Megatron has from its own --muon-* (and it takes gate and "
+    "up as one matrix)"
+)
 
 
 def directory_of(path: Path) -> Path | None:
@@ -106,13 +120,20 @@ class DcpModelReader(TrainerDirectory):
                 found[logical] = tensor
         return found
 
-    @property
+    @cached_property
+    def _groups(self) -> Sequence[ParameterGroup]:
+        return [*self._optimizer.groups()]
+
+    @cached_property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
-        """AdamW's moments. Raises CheckpointError for some that are none of AdamW's."""
-        for name, spec in self._moments.items():
-            if not spec.dtype.is_floating_point:
-                what = f"`{name}` is {spec.dtype}, and AdamW's is floating-point"
-                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+        """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these."""
+        what = ""
+        if odd := [name for name, spec in self._moments.items() if not spec.dtype.is_floating_point]:
+            what = f"`{odd[0]}` is {self._moments[odd[0]].dtype}, and AdamW's is floating-point"
+        if self._optimizer.moments.get(MOMENTUM) and not any(group.of_muon for group in self._groups):
+            what = "a `momentum_buffer` of another optimizer than torch's Muon, which may weigh gradients otherwise"
+        if what:
+            raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return self._moments
 
     def _spec(self, place: str | torchtitan.Heads) -> TensorSpec:
@@ -124,9 +145,13 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        groups = [*self._optimizer.groups()]
-        settings = adam_settings(groups, self.path)
-        return TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(groups)))
+        muon, adam = ([group for group in self._groups if group.of_muon == is_muon] for is_muon in (True, False))
+        settings = adam_settings(adam, self.path)
+        found = TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(adam)))
+        if not muon:
+            return found
+        own = ("groups of parameters of their own in Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()
+        return replace(found, muon=muon_settings(muon, self.path), left=(*found.left, *own, _OF_MUON))
 
     @cached_property
     def iteration(self) -> int | None:

@@ -18,13 +18,13 @@ from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
-from precisionctl.param import MOMENTS, TensorSpec
+from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
-_STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq)")
+_STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
-_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay)")
+_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay|momentum|adjust_lr_fn)")
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(
     rf"{_INSIDE}(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+"
@@ -33,10 +33,10 @@ _OF_RUN = re.compile(
 
 @dataclass(frozen=True)
 class DcpOptimizer:
-    """AdamW's tensors by parameter: `moments` by kind, and the `steps` that it counts. `settings` are where each of a
-    parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may be states
-    that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names` those of the
-    numbers."""
+    """AdamW's tensors by parameter: `moments` by kind, Muon's too, and the `steps` that it counts. `settings` are where
+    each of a parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may
+    be states that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names`
+    those of the numbers."""
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
@@ -80,7 +80,8 @@ class DcpOptimizer:
             yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
 
     def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
-        trained, listed = self.moments.get(MOMENTS[0], {}), [group]
+        trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}
+        listed = [group]
         if span := self.parameters.get(group):
             with damage("a group of parameters that PyTorch does not save", span):
                 listed = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
@@ -90,7 +91,7 @@ class DcpOptimizer:
 def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
     """The weights of a checkpoint, and its optimizer."""
     weights = {key: tensor for key, tensor in index.tensors.items() if not _OF_RUN.fullmatch(key)}
-    states: dict[str, dict[str, DcpTensor]] = {"step": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    states: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in ("step", *MOMENTS, MOMENTUM)}
     others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[str, Span]()
     numbered = dict[int, dict[str, str]]()
     for key, tensor in index.tensors.items():
@@ -117,7 +118,7 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
 def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], where: Path) -> DcpOptimizer:
     """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
     fit; else as it is."""
-    if not found.numbered or any(kinds.keys() != {"step", *found.moments} for kinds in found.numbered.values()):
+    if not found.numbered or any(kinds.keys() != {"step", *MOMENTS} for kinds in found.numbered.values()):
         return found
     shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
@@ -132,7 +133,7 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
             return found
         states = {
             kind: {name: index.tensors[found.numbered[number][kind]] for number, (name,) in named.items()}
-            for kind in ("step", *found.moments)
+            for kind in ("step", *MOMENTS)
         }
     taken = {key for kinds in found.numbered.values() for key in kinds.values()}
     others = tuple(key for key in found.others if key not in taken)

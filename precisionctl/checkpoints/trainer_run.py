@@ -26,12 +26,13 @@ class TrainerRun:
 
     `updates` is Adam's count, the same for all parameters. `settings` are AdamW's where weights decay, as far as they
     are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`, `weight_decay`. `left` says
-    what stays behind, in words.
+    what stays behind, in words. `muon` are the `lr`, `weight_decay` and `momentum` of torch's Muon, if it trained some.
     """
 
     updates: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    muon: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainedReader(Reader, Protocol):
@@ -61,6 +62,12 @@ class ParameterGroup:
 
     settings: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def of_muon(self) -> bool:
+        """Whether it is one of torch's Muon, which alone has this setting: SGD and other Muons have momentum, too, and
+        weigh gradients otherwise."""
+        return "adjust_lr_fn" in self.settings
 
     @property
     def decays(self) -> bool:
@@ -109,6 +116,19 @@ def _adams(group: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
             what = f"its optimizer's {key} is {shown(value)}, which AdamW does not take"
             raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
     return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
+
+
+def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
+    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of the first group. Raises
+    DamagedCheckpoint for numbers that Muon does not take."""
+    found, stored = dict[str, float](), groups[0].settings
+    for key in ("lr", "weight_decay", "momentum", *(["initial_lr"] if "initial_lr" in stored else [])):
+        value = stored.get(key)
+        if not _is_number(value) or not 0 <= value < (1 if key == "momentum" else 1 << 63):
+            what = f"its Muon's {key} is {shown(value)}, which Muon does not take"
+            raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
+        found[key] = float(value)
+    return found
 
 
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:

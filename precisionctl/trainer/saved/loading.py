@@ -16,7 +16,13 @@ import torch
 from precisionctl.architectures.wrappers import is_wrapper, text_config
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, of_megatron, trainer_run_of
+from precisionctl.checkpoints.megatron.carried_run import (
+    ONLY_MEGATRONS,
+    MegatronReader,
+    WithOptimizer,
+    of_megatron,
+    trainer_run_of,
+)
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -337,7 +343,10 @@ def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:
     optimizer's."""
     with _how_to_continue():
         if of_trainer(source):
-            return source.trainer_run
+            run = source.trainer_run
+            if run.muon:
+                raise CheckpointError(ONLY_MEGATRONS, where=source.path)
+            return run
         assert of_megatron(source)
         return trainer_run_of(source)
 
