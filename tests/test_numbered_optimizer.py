@@ -124,7 +124,12 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
         (
             "llama-3",
             lambda saved: saved["state"][3].update({7: saved["state"][3]["exp_avg"]}),
-            "of parameter 3 that is no name: 7",
+            r"its optimizer has \['7'\], which AdamW has not",
+        ),
+        (
+            "llama-3",
+            lambda saved: saved["state"].update({3: {"momentum_buffer": saved["state"][3]["exp_avg"]}}),
+            r"its optimizer has \['momentum_buffer'\], which AdamW has not",
         ),
         ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
         ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),

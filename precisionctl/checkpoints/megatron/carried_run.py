@@ -171,7 +171,8 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
     """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or was trained
     by Muon."""
     if has_muon(reader):
-        raise CheckpointError(ONLY_MEGATRONS, where=reader.path, do=DROP_OPTIMIZER)
+        why = "torch's Muon stores how it scales and orthogonalizes, which Megatron leaves to its flags"
+        raise CheckpointError(f"{ONLY_MEGATRONS}: {why}", where=reader.path, do=DROP_OPTIMIZER)
     with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
         step, group = _adam_of(reader)
         if step is None:
