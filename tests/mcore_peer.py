@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -389,6 +390,7 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     allow_experts_and_latent_attention()
     allow_gated_delta_nets()
     carry_extra_states()
+    numpy.product = numpy.prod  # which megatron-core 0.14 asks for, and numpy 2 has not
     for job in work["jobs"]:
         if job["do"] == "save":
             args = argparse.Namespace(**job["args"])
