@@ -23,6 +23,7 @@ from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
@@ -107,7 +108,7 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
                     DcpPiece((start,), (end - start,), archive.add(flat[start:end]))
                     for start, end in zip(places, places[1:], strict=False)
                 )
-                stored[key] = DcpTensor((len(flat),), torch.float32, pieces)
+                stored[key] = DcpTensor((len(flat),), DType.float32, pieces)
     archive.path.write_bytes(archive.data)
     index = dcp.read_index(directory)
     dcp.write_index(directory, dcp.Index({**index.tensors, **stored}, index.objects))
@@ -115,7 +116,7 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
 
 
 def write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
-    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    specs = {name: TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in weights.items()}
     model = dataclasses.replace(MODEL, num_layers=sum("linear_fc1.weight" in name for name in weights))
     writer = TorchDistWriter(directory, model, specs)
     writer.lay_out()
@@ -180,12 +181,12 @@ def test_flat_pieces_of_shards_are_where_the_shards_elements_are(layers, cuts_an
             contents[offsets] = numbers[layer][box].flatten()[begin:end]
             pieces.append(DcpPiece(offsets, (*[1] * (1 + len(cuts)), end - begin), None))
     name = "decoder.layers.mlp.linear_fc2.weight"
-    whole = DcpTensor(shape, torch.float32, (DcpPiece((0,) * len(shape), shape, None),))
-    state = DcpTensor((layers, *cuts, elements), torch.float32, tuple(pieces))
+    whole = DcpTensor(shape, DType.float32, (DcpPiece((0,) * len(shape), shape, None),))
+    state = DcpTensor((layers, *cuts, elements), DType.float32, tuple(pieces))
     found = logical_tensors({name: whole, f"optimizer.state.exp_avg.{name}": state}, Path("here"))
     for layer in range(layers):
         one = found[f"optimizer.state.exp_avg.decoder.layers.{layer}.mlp.linear_fc2.weight"]
-        assert one.spec == TensorSpec(shape[1:], torch.float32)
+        assert one.spec == TensorSpec(shape[1:], DType.float32)
         rows = numbers[layer].view(shape[1], -1)
         for part in one.parts:
             held = contents[part.piece.offsets][part.start :][: part.box.rows * part.box.columns]
@@ -248,7 +249,7 @@ def test_a_tensor_of_endless_layers_is_refused(tmp_path):
     span = archive.add(torch.zeros(layers, 1, dtype=torch.int8))
     archive.path.write_bytes(archive.data)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    stored = DcpTensor((layers, 1), torch.int8, (DcpPiece((0, 0), (layers, 1), span),))
+    stored = DcpTensor((layers, 1), DType.int8, (DcpPiece((0, 0), (layers, 1), span),))
     dcp.write_index(tmp_path, dcp.Index({"decoder.layers.x": stored}, {}))
     with pytest.raises(DamagedCheckpoint, match="would be 4194306 tensors and parts"):
         TorchDistReader(tmp_path)

@@ -5,12 +5,14 @@ torchtitan makes each parameter a group. An optimizer's own state dict, as megat
 parameters.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
@@ -60,7 +62,7 @@ class DcpOptimizer:
             span = tensor.pieces[0].span
             value = torch_zip.load(span.read(), span) if tensor.shape in ((), (1,)) else None
             with damage(f"the step of `{name}` is no number", span):
-                if not isinstance(value, Tensor):
+                if not isinstance(value, torch.Tensor):
                     raise TypeError
                 counts.setdefault(int(value), name)
         if not counts:
@@ -76,7 +78,7 @@ class DcpOptimizer:
         """Its groups of parameters; torchtitan's, of one each, have the names of these."""
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
-            tensors = {key: one for key, one in stored.items() if isinstance(one, Tensor) and one.numel() == 1}
+            tensors = {key: one for key, one in stored.items() if isinstance(one, torch.Tensor) and one.numel() == 1}
             yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
 
     def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
