@@ -119,7 +119,7 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
         (
             "llama-3",
             lambda saved: saved["state"][3].update(exp_avg=saved["state"][3]["exp_avg"].to(torch.int8)),
-            "exp_avg of parameter 3 is torch.int8",
+            "exp_avg of parameter 3 is int8",
         ),
         (
             "llama-3",
