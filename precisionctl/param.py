@@ -23,6 +23,9 @@ Kind = Literal["param", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MOMENTS: tuple[str, ...] = KINDS[1:]
 
+MOMENTUM = "momentum_buffer"
+"""What Muon keeps of each matrix, in PyTorch as in Megatron: the mean of its gradients, weighted by their age."""
+
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""

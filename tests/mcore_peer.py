@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -82,7 +83,10 @@ def allow_experts_and_latent_attention():
 def allow_gated_delta_nets():
     """megatron-core's own implementation in plain PyTorch, which it takes where it must be deterministic, asks for the
     package with the kernels all the same."""
-    from megatron.core.ssm import gated_delta_net
+    try:
+        from megatron.core.ssm import gated_delta_net
+    except ImportError:  # before 0.16
+        return
 
     def l2norm(heads):
         return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
@@ -203,7 +207,7 @@ def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
             normalization=args.normalization,
         )
         layers = [block]
-    if config.experimental_attention_variant:
+    if getattr(config, "experimental_attention_variant", None):  # since 0.16
         layers = layers * config.num_layers if len(layers) == 1 else layers
         with_gated_delta_nets(layers, config)
         block = TransformerBlockSubmodules(layers, ZeroCenteredRMSNorm)
@@ -386,6 +390,7 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     allow_experts_and_latent_attention()
     allow_gated_delta_nets()
     carry_extra_states()
+    numpy.product = numpy.prod  # which megatron-core 0.14 asks for, and numpy 2 has not
     for job in work["jobs"]:
         if job["do"] == "save":
             args = argparse.Namespace(**job["args"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from core_models import of_stages, peer
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained_models import MOMENTS, config_of, moments, save, states, trained
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from trained_models import MOMENTS, config_of, moments, save, states, train, trained
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
@@ -78,6 +78,50 @@ def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Pa
         same | {"wd_mult": 0.0, "weight_decay": 0.0},
     ]
     assert any("schedule of learning rates" in note for note in told.notes)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_named(
+    tmp_path: Path, flat: bool
+) -> None:
+    """A rate of their own for embeddings, which do not decay; and a norm that does. The rate of most is a tensor, as
+    compiled optimizers want it. `flat` is as torchtitan saves groups, each parameter for itself."""
+    model = pico.make("llama-3")
+    named = dict(model.named_parameters())
+    embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
+    plain = {name for name in named if "layernorm" in name}
+    groups: list[dict[str, Any]] = [
+        {"params": [named[name] for name in sorted(embeddings)], "lr": 1e-3, "weight_decay": 0.0},
+        {"params": [named["model.norm.weight"]], "lr": 1e-3, "weight_decay": 0.1},
+        {"params": [named[name] for name in named.keys() - embeddings - plain - {"model.norm.weight"}]},
+        {"params": [named[name] for name in plain], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.5), weight_decay=0.1, betas=(0.9, 0.95))
+    train(model, optimizer, range(1))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    reader: Any = open_checkpoint(config_of(model, save(tmp_path / "dcp", saved)))
+    assert reader.left == () and reader.trainer_run.settings == {
+        "lr": 0.5,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+    }
+    *_, rates, norms, matrices = reader.trainer_run.left
+    assert (rates, norms) == ("groups of parameters of their own lr", "weight decay of norms and biases")
+    assert matrices.endswith(" and 1 more matrices do not decay")
+
+
+def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    whole = states(model, optimizer)
+    state = whole["optimizer"]["state"]["model.norm.weight"]
+    state["exp_avg"] = state["exp_avg"].to(torch.int8)
+    made = config_of(model, save(tmp_path / "dcp", whole))
+    with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight` is int8, and AdamW's is floating.*--drop"):
+        conversions.run(made, tmp_path / "out", "megatron")
+    told = conversions.run(made, tmp_path / "out", "megatron", drop_optimizer=True)
+    assert any("The optimizer stays behind: `optimizer.state.exp_avg.model.norm.weight`" in note for note in told.notes)
 
 
 def test_without_its_optimizer_a_checkpoint_is_weights_alone(tmp_path: Path) -> None:
@@ -196,22 +240,67 @@ def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_
         assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in tensors.items())
 
 
-def test_muon_beside_adamw_is_refused_by_name_and_can_be_dropped(tmp_path: Path) -> None:
+def by_muon(tmp_path: Path, *others: str) -> tuple[Any, torch.optim.Muon, Path]:
+    """A model after an update by torch's Muon, of the layers' matrices but for `others`, and AdamW."""
     model = pico.make("llama-3")
     parts: list[list[torch.nn.Parameter]] = [[], []]
     for name, parameter in model.named_parameters():
-        parts[".layers." in name and parameter.dim() > 1].append(parameter)
-    optimizers = [torch.optim.AdamW(parts[False], lr=1e-3), torch.optim.Muon(parts[True], lr=1e-3)]
+        parts[".layers." in name and parameter.dim() > 1 and not name.endswith(others)].append(parameter)
+    muon = torch.optim.Muon(parts[True], lr=0.02, momentum=0.9)
+    optimizers = [torch.optim.AdamW(parts[False], lr=1e-3), muon]
     ids = torch.arange(32).view(2, 16)
     model(input_ids=ids, labels=ids).loss.backward()
     for optimizer in optimizers:
         optimizer.step()
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers), strict=True))
-    path = config_of(model, save(tmp_path / "run", saved))
-    with pytest.raises(MissingTensor, match=r"another optimizer than Adam\? --drop-optimizer"):
+    return model, muon, config_of(model, save(tmp_path / "run", saved))
+
+
+def test_muons_momentum_goes_to_megatron_and_to_nothing_else(tmp_path: Path) -> None:
+    model, muon, path = by_muon(tmp_path)
+    told = conversions.run(path, tmp_path / "out", "megatron", parallelism=Parallelism(2), verify=True)
+    assert any("Nesterov, scale and Newton-Schulz steps of Muon" in note for note in told.notes)
+    found = optimizer_in(tmp_path / "out")
+    kinds = {name: set() for name in conversions.tensors(tmp_path / "out")}
+    for name in found:
+        kind, _, parameter = name.removeprefix(STATE).partition(".")
+        kinds[parameter].add(kind)
+    for name, each in kinds.items():
+        linear = ".linear_" in name and "norm" not in name
+        assert each == ({"param", "momentum_buffer"} if linear else {"param", *MOMENTS}), name
+    momenta = {name: muon.state[one]["momentum_buffer"] for name, one in model.named_parameters() if one in muon.state}
+    expected = weights_as(tmp_path, "momenta", model.state_dict() | momenta, path)
+    of_muon = [name for name, each in kinds.items() if "momentum_buffer" in each]
+    assert all(torch.equal(found[f"{STATE}momentum_buffer.{name}"], expected[name]) for name in of_muon)
+    reader: Any = open_checkpoint(tmp_path / "out")
+    first, second = (one["optimizer"] for one in reader.common["optimizer"].values())
+    (group,) = first["param_groups"]
+    assert {key: group[key] for key in ("lr", "weight_decay", "momentum", "momentum_beta")} == {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "momentum_beta": 0.9,
+    }
+    assert (second["state"], second["param_groups"][0]["eps"]) == ({"common_step": 1}, 1e-8)
+    for container in ("dcp", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
+            conversions.run(path, tmp_path / container, "hf", container=container)
+    with pytest.raises(CheckpointError, match=r"Muon.*--skip optimizer"):
+        loading.first_step(open_checkpoint(path), (), 10)
+    conversions.run(path, tmp_path / "weights", "megatron", drop_optimizer=True)
+
+
+def test_momentum_that_megatrons_muon_would_not_go_on_from_is_refused_with_the_reason(tmp_path: Path) -> None:
+    _, _, path = by_muon(tmp_path, "o_proj.weight")
+    what = r"`model.layers.0.self_attn.o_proj.weight` was trained by AdamW, and Megatron's Muon takes it: .*--drop-opt"
+    with pytest.raises(MappingError, match=what):
         conversions.run(path, tmp_path / "out", "megatron")
-    told = conversions.run(path, tmp_path / "out", "megatron", drop_optimizer=True)
-    assert any("['momentum_buffer'], which AdamW has not" in note for note in told.notes)
+    model = pico.make("llama-3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, range(1))  # type: ignore[arg-type]
+    path = config_of(model, save(tmp_path / "sgd", states(model, optimizer)))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"of another optimizer than torch's Muon.*--drop-optimizer"):
+        conversions.run(path, tmp_path / "out", "megatron")
 
 
 def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run of another trainer goes on in ours as it would have gone on where it was."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 import trained_models
+import training
 import verl_files
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, MissingTensor
 from precisionctl.recipe import load_recipe
+from precisionctl.reports.run import beginning
+from precisionctl.trainer import run_plan
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
@@ -61,18 +66,17 @@ def test_the_next_five_losses_are_the_other_trainers_but_for_rounding(
     """In FP32 both: what differs is the order of sums. Without the optimizer's state they are others."""
     model, optimizer = trained_models.trained(family)
     source = saved(tmp_path / "run", model, optimizer)
-    (note,) = loading.loading_notes(load_recipe("bf16"), None, open_checkpoint(source), frozenset(), ())
-    assert "--to megatron" in note  # resume itself would begin with an optimizer of its own
     conversions.run(source, tmp_path / "megatron", "megatron")
     expected = trained_models.train(model, optimizer, range(2, 7))
-    assert losses(tmp_path / "megatron") == pytest.approx(expected, rel=2e-5)
+    for going_on in (source, tmp_path / "megatron"):
+        assert losses(going_on) == pytest.approx(expected, rel=2e-5)
     conversions.run(source, tmp_path / "weights", "megatron", drop_optimizer=True)
     assert losses(tmp_path / "weights") != pytest.approx(expected, rel=1e-3)
 
 
-def losses(megatron: Path) -> list[float]:
+def losses(path: Path) -> list[float]:
     """Those of steps 3 to 7 in our trainer."""
-    source: Any = open_checkpoint(megatron)
+    source: Any = open_checkpoint(path)
     recipe, rate = load_recipe("bf16"), trained_models.RATE
     settings = replace(recipe.optimizer, lr=rate, beta2=0.95, weight_decay=0.1, clip_norm=0.0)
     ours = GPT(source.model, recipe.precision, dtype=torch.float32)
@@ -92,3 +96,50 @@ def losses(megatron: Path) -> list[float]:
         run.optimizer.step(rate)
         found.append(float(value.detach()))
     return found
+
+
+def of_hf_trainer(path: Path) -> Path:
+    """A `checkpoint-7` with the optimizer of a model that a run of ours can go on with, and its tokenizer."""
+    model, optimizer = trained_models.trained("llama-3", vocab_size=80)
+    hf_trainer(training.add_tokenizer(path), model, optimizer)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    return path
+
+
+def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: Path) -> None:
+    """One without config and tokenizer, which the reference has."""
+    model, optimizer = trained_models.trained("llama-3", vocab_size=80)
+    source = deepspeed(tmp_path / "run", model, optimizer)
+    reference = training.add_tokenizer(tmp_path / "reference")
+    (source / "config.json").rename(reference / "config.json")
+    made = training.settings(source, training.make_text(tmp_path / "text.txt"), tmp_path / "out", train__steps=3)
+    with pytest.raises(CheckpointError, match="does not say which model it is.*or `resume` a Hugging Face directory"):
+        run_plan.dry_run(made)
+    started, finished, _ = training.run(replace(made, reference=reference))
+    assert (started.load, started.step, finished.step) == ("full", 2, 3)
+    said = "\n".join(beginning(started))
+    assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
+    assert "from step 2 on; the checkpoint's last was 1.00e-03, of 2.00e-03 without a schedule" in said
+    assert "stays behind of the run: the schedule of learning rates, whose kind is not stored, " in said
+    saved: Any = open_checkpoint(finished.checkpoint)
+    assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3
+
+
+def test_an_optimizer_that_a_run_cannot_go_on_from_is_refused_until_it_is_left_behind(tmp_path: Path) -> None:
+    source, text = of_hf_trainer(tmp_path / "checkpoint-7"), training.make_text(tmp_path / "text.txt")
+    saved = torch.load(source / "optimizer.pt", weights_only=True)
+    saved["state"][0]["step"] += 1
+    torch.save(saved, source / "optimizer.pt")
+    made = training.settings(source, text, tmp_path / "run", train__steps=8)
+    for start in (run_plan.dry_run, training.run):
+        with pytest.raises(CheckpointError, match=r"other numbers of updates.*Use --skip optimizer, or --load weights"):
+            start(made)
+    assert training.run(replace(made, skip=("optimizer",), out=tmp_path / "skipped"))[0].step == 7
+    del saved["state"][0]
+    torch.save(saved, source / "optimizer.pt")
+    with pytest.raises(MissingTensor, match=r"missing +optimizer.state.exp_avg.*Use --skip optimizer"):
+        training.run(made)
+    started, _, _ = training.run(
+        replace(made, out=tmp_path / "w", load="weights", overrides=(*made.overrides, "train.steps=1"))
+    )
+    assert started.step == 0 and started.notes[-1] == "the checkpoint's optimizer state is left behind"

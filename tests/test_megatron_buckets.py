@@ -2,6 +2,9 @@
 
 import dataclasses
 import io
+import itertools
+import math
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from torch import Tensor
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box, read_tensor, write_rows
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
-from precisionctl.checkpoints.torch_dist.buckets import flat_boxes
+from precisionctl.checkpoints.megatron.logical import flat_boxes, logical_tensors
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -161,6 +164,34 @@ def test_a_flat_range_is_at_most_three_boxes_of_each_and_covers_just_its_element
         assert offset == len(covered)
         covered += places_in(box)
     assert covered == elements[begin:end]
+
+
+@pytest.mark.parametrize("cuts_and_sizes", [[(2, 5)], [(2, 3), (1, 4)], [(1, 3), (2, 4)], [(2, 2), (3, 3)]])
+def test_flat_pieces_of_shards_are_where_the_shards_elements_are(cuts_and_sizes):
+    """The distributed optimizer's layout up to megatron-core 0.14: a shard's elements in one dimension, in pieces."""
+    layers, cuts, pick = 2, [cut for cut, _ in cuts_and_sizes], random.Random(0)
+    shape = (layers, *(cut * size for cut, size in cuts_and_sizes))
+    elements = math.prod(size for _, size in cuts_and_sizes)
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    pieces, contents = [], {}
+    for layer, *place in itertools.product(range(layers), *map(range, cuts)):
+        box = tuple(slice(at * size, (at + 1) * size) for at, (_, size) in zip(place, cuts_and_sizes, strict=True))
+        ends = sorted({0, pick.randint(0, elements), elements})
+        for begin, end in itertools.pairwise(ends):
+            offsets = (layer, *place, begin)
+            contents[offsets] = numbers[layer][box].flatten()[begin:end]
+            pieces.append(DcpPiece(offsets, (*[1] * (1 + len(cuts)), end - begin), None))
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    whole = DcpTensor(shape, DType.float32, (DcpPiece((0,) * len(shape), shape, None),))
+    state = DcpTensor((layers, *cuts, elements), DType.float32, tuple(pieces))
+    found = logical_tensors({name: whole, f"optimizer.state.exp_avg.{name}": state}, Path("here"))
+    for layer in range(layers):
+        one = found[f"optimizer.state.exp_avg.decoder.layers.{layer}.mlp.linear_fc2.weight"]
+        assert one.spec == TensorSpec(shape[1:], DType.float32)
+        rows = numbers[layer].view(shape[1], -1)
+        for part in one.parts:
+            held = contents[part.piece.offsets][part.start :][: part.box.rows * part.box.columns]
+            assert [rows[place].item() for place in places_in(part.box)] == held.tolist()
 
 
 def rename(directory: Path, old: str, new: str) -> None:

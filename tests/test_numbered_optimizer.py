@@ -16,8 +16,8 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.numbered_optimizer import parameter_order
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import lost_settings
-from precisionctl.errors import CheckpointError
+from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.reports import inspect
 
 
@@ -119,12 +119,17 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
         (
             "llama-3",
             lambda saved: saved["state"][3].update(exp_avg=saved["state"][3]["exp_avg"].to(torch.int8)),
-            "exp_avg of parameter 3 is torch.int8",
+            "exp_avg of parameter 3 is int8",
         ),
         (
             "llama-3",
             lambda saved: saved["state"][3].update({7: saved["state"][3]["exp_avg"]}),
-            "of parameter 3 that is no name: 7",
+            r"its optimizer has \['7'\], which AdamW has not",
+        ),
+        (
+            "llama-3",
+            lambda saved: saved["state"].update({3: {"momentum_buffer": saved["state"][3]["exp_avg"]}}),
+            r"its optimizer has \['momentum_buffer'\], which AdamW has not",
         ),
         ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
         ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),
@@ -146,13 +151,25 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
 
 
 def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
-    decaying, plain = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 1e-3, "betas": (0.9, 0.95)}
-    plain["weight_decay"] = 0.0
+    rates = {"lr": 1e-3, "betas": (0.9, 0.95)}
+    decaying, plain = ParameterGroup(rates | {"weight_decay": 0.1}), ParameterGroup(rates | {"weight_decay": 0.0})
     assert lost_settings([decaying, plain]) == lost_settings([decaying, plain, decaying]) == ()
     assert lost_settings([decaying]) == ("weight decay of norms and biases",)
-    assert lost_settings([decaying, plain | {"lr": 1e-4, "betas": (0.9, 0.999)}]) == (
-        "groups of parameters of their own lr, betas",
-    )
-    assert lost_settings([decaying, plain, decaying | {"weight_decay": 0.2}]) == (
-        "groups of parameters of their own weight_decay",
-    )
+    other_rates = ParameterGroup({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0})
+    assert lost_settings([decaying, other_rates]) == ("groups of parameters of their own lr, betas",)
+    other_decay = ParameterGroup(rates | {"weight_decay": 0.2})
+    assert lost_settings([decaying, plain, other_decay]) == ("groups of parameters of their own weight_decay",)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", float("nan")), ("lr", -1e-3), ("initial_lr", float("inf")), ("eps", -1e-8), ("weight_decay", -0.1)]
+    + [("weight_decay", 1 << 2000), ("betas", (0.9, 1.0)), ("betas", [-0.1, 0.9]), ("betas", (float("nan"), 0.9))],
+)
+def test_settings_that_no_adamw_takes_are_refused_in_whichever_group(key: str, value: Any) -> None:
+    sound = {"lr": 1e-3, "initial_lr": 1e-3, "eps": 0, "betas": (0.0, 0.95), "weight_decay": 0.1}
+    assert adam_settings([ParameterGroup(sound | {"betas": None})], Path("here")).keys() == sound.keys() - {"betas"}
+    groups = [ParameterGroup(sound), ParameterGroup(sound | {"weight_decay": 0.0, key: value})]
+    assert adam_settings(groups[:1], Path("here")) == sound
+    with pytest.raises(DamagedCheckpoint, match=rf"{key} is .*, which AdamW does not take \(here\).*--drop-optimizer"):
+        adam_settings(groups, Path("here"))

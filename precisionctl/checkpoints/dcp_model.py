@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
@@ -19,9 +20,16 @@ from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
-from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.checkpoints.trainer_run import (
+    ParameterGroup,
+    TrainerRun,
+    adam_settings,
+    lost_settings,
+    muon_settings,
+    trainer_step,
+)
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
+from precisionctl.param import MOMENTUM, STATE, TensorSpec
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -43,6 +51,12 @@ _INSIDE_MODEL = (
 """What comes next where `model.`, or the name of an application's own dict, is not the model's."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
+
+
+_OF_MUON = (
+    "Nesterov, scale and Newton-Schulz steps of Muon, which Megatron has from its own --muon-* (and it takes gate and "
+    "up as one matrix)"
+)
 
 
 def directory_of(path: Path) -> Path | None:
@@ -87,7 +101,7 @@ class DcpModelReader(TrainerDirectory):
                 self._places |= {prefixes[kind] + name: place for name, place in renamed.items()}
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
 
     def _logical(self, named: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
@@ -106,6 +120,22 @@ class DcpModelReader(TrainerDirectory):
                 found[logical] = tensor
         return found
 
+    @cached_property
+    def _groups(self) -> Sequence[ParameterGroup]:
+        return [*self._optimizer.groups()]
+
+    @cached_property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these."""
+        what = ""
+        if odd := [name for name, spec in self._moments.items() if not spec.dtype.is_floating_point]:
+            what = f"`{odd[0]}` is {self._moments[odd[0]].dtype}, and AdamW's is floating-point"
+        if self._optimizer.moments.get(MOMENTUM) and not any(group.of_muon for group in self._groups):
+            what = "a `momentum_buffer` of another optimizer than torch's Muon, which may weigh gradients otherwise"
+        if what:
+            raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+        return self._moments
+
     def _spec(self, place: str | torchtitan.Heads) -> TensorSpec:
         if isinstance(place, str):
             return self._stored.specs[place]
@@ -115,8 +145,13 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        adam = self._optimizer
-        return TrainerRun(adam.updates(self.path), adam.adam(), (*left, *adam.lost_settings()))
+        muon, adam = ([group for group in self._groups if group.of_muon == is_muon] for is_muon in (True, False))
+        settings = adam_settings(adam, self.path)
+        found = TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(adam)))
+        if not muon:
+            return found
+        own = ("groups of parameters of their own in Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()
+        return replace(found, muon=muon_settings(muon, self.path), left=(*found.left, *own, _OF_MUON))
 
     @cached_property
     def iteration(self) -> int | None:

@@ -11,22 +11,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, adam_settings, lost_settings
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
-from precisionctl.param import MOMENTS, TensorSpec
+from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 from precisionctl.torch_when_used import torch
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
-_STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq)")
+_STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
-_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay)")
+_SETTING = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(lr|initial_lr|betas|eps|weight_decay|momentum|adjust_lr_fn)")
 _PARAMETERS = re.compile(rf"{_OPTIMIZER}param_groups\.(\d{{1,9}})\.params")
 _OF_RUN = re.compile(
     rf"{_INSIDE}(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+"
@@ -35,16 +34,18 @@ _OF_RUN = re.compile(
 
 @dataclass(frozen=True)
 class DcpOptimizer:
-    """AdamW's tensors by parameter: `moments` by kind, and the `steps` that it counts. `settings` are where each of a
-    parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may be states
-    that are `numbered`, of the parameters that each group's object says (`parameters`)."""
+    """AdamW's tensors by parameter: `moments` by kind, Muon's too, and the `steps` that it counts. `settings` are where
+    each of a parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may
+    be states that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names`
+    those of the numbers."""
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Span]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     numbered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    parameters: Mapping[int, Span] = field(default_factory=dict)
+    parameters: Mapping[str, Span] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def unread(self) -> str:
@@ -72,27 +73,33 @@ class DcpOptimizer:
             )
         return next(iter(counts))
 
-    def adam(self) -> Mapping[str, Any]:
-        """As `adam_settings`; of the groups no more is read than it takes."""
-        return adam_settings(self._groups())
+    def groups(self) -> Iterator[ParameterGroup]:
+        """Its groups of parameters; torchtitan's, of one each, have the names of these."""
+        for group, spans in self.settings.items():
+            stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
+            tensors = {key: one for key, one in stored.items() if isinstance(one, torch.Tensor) and one.numel() == 1}
+            yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
 
-    def lost_settings(self) -> tuple[str, ...]:
-        """As `trainer_run.lost_settings`."""
-        return lost_settings(self._groups())
-
-    def _groups(self) -> Iterator[Mapping[str, Any]]:
-        for spans in self.settings.values():
-            yield {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
+    def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
+        trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}
+        listed = [group]
+        if span := self.parameters.get(group):
+            with damage("a group of parameters that PyTorch does not save", span):
+                listed = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
+        return {name: trained[name].shape for name in listed} if all(name in trained for name in listed) else None
 
 
 def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
     """The weights of a checkpoint, and its optimizer."""
     weights = {key: tensor for key, tensor in index.tensors.items() if not _OF_RUN.fullmatch(key)}
-    states: dict[str, dict[str, DcpTensor]] = {"step": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[int, Span]()
+    states: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in ("step", *MOMENTS, MOMENTUM)}
+    others, settings, parameters = list[str](), dict[str, dict[str, Span]](), dict[str, Span]()
     numbered = dict[int, dict[str, str]]()
     for key, tensor in index.tensors.items():
         if key in weights:
+            continue
+        if (setting := _SETTING.fullmatch(key)) and tensor.shape in ((), (1,)):
+            settings.setdefault(setting[1], {})[setting[2]] = tensor.pieces[0].span
             continue
         match = _STATE.fullmatch(key)
         if match and not match[1].isdecimal():
@@ -105,18 +112,19 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
         if match := _SETTING.fullmatch(key):
             settings.setdefault(match[1], {})[match[2]] = span
         elif match := _PARAMETERS.fullmatch(key):
-            parameters[int(match[1])] = span
+            parameters[match[1]] = span
     return weights, DcpOptimizer(states, states.pop("step"), settings, tuple(others), numbered, parameters)
 
 
 def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], where: Path) -> DcpOptimizer:
     """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
     fit; else as it is."""
-    if not found.numbered or any(kinds.keys() != {"step", *found.moments} for kinds in found.numbered.values()):
+    if not found.numbered or any(kinds.keys() != {"step", *MOMENTS} for kinds in found.numbered.values()):
         return found
     shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
     specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-    groups = [{"params": torch_zip.load(span.read(), span)} for _, span in sorted(found.parameters.items())]
+    ordered = [span for _, span in sorted(found.parameters.items(), key=lambda item: int(item[0]))]
+    groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
     with damage("groups of parameters that PyTorch does not save", where):
         try:
             named = parameters_by_number(groups, shapes, specs, where)
@@ -126,8 +134,9 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
             return found
         states = {
             kind: {name: index.tensors[found.numbered[number][kind]] for number, (name,) in named.items()}
-            for kind in ("step", *found.moments)
+            for kind in ("step", *MOMENTS)
         }
     taken = {key for kinds in found.numbered.values() for key in kinds.values()}
     others = tuple(key for key in found.others if key not in taken)
-    return DcpOptimizer(states, states.pop("step"), found.settings, others)
+    names = {number: name for number, (name,) in named.items()}
+    return DcpOptimizer(states, states.pop("step"), found.settings, others, {}, found.parameters, names)

@@ -168,7 +168,8 @@ class HuggingFaceReader:
 
     @property
     def files(self) -> Sequence[Path]:
-        return sorted({file for file, _ in self.stored.places.values()})
+        optimizer = {self._optimizer.path} if self._optimizer else set()
+        return sorted({file for file, _ in self.stored.places.values()} | optimizer)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self._optimizer and name.startswith(STATE):

@@ -16,9 +16,9 @@ from typing import Any
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import MOMENTS, STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
@@ -158,13 +158,13 @@ class NumberedOptimizer:
         with damage("its optimizer is not what PyTorch saves", self.path, DROP_OPTIMIZER):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
+            if others := {kind for state in states.values() for kind in state} - {"step", *MOMENTS}:
+                what = f"its optimizer has {shown(sorted(map(str, others)))}, which AdamW has not"
+                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
             shapes = dict[int, tuple[int, ...]]()
             for index, state in states.items():
                 tensors = {kind: one for kind, one in state.items() if kind != "step"}
                 for kind, one in tensors.items():
-                    if not (isinstance(kind, str) and kind.isidentifier()):
-                        what = f"a kind of state of parameter {shown(index)} that is no name: {shown(kind)}"
-                        raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                     if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
                         what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
                         raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
@@ -200,10 +200,11 @@ class NumberedOptimizer:
     @cached_property
     def run(self) -> TrainerRun:
         """Its count and settings."""
-        states, groups, _ = self._state
+        states, stored, _ = self._state
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
             raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP_OPTIMIZER)
+        groups = [stored_group(one, self.path) for one in stored]
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))
+        return TrainerRun(counts.pop(), adam_settings(groups, self.path), (*left, *lost_settings(groups)))

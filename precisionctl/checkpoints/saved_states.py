@@ -4,14 +4,13 @@ Face's names, as a Reader."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from precisionctl.checkpoints.base import Chunk, Hints
 from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import NO_COUNT, TrainerRun, adam_settings, lost_settings
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_settings, lost_settings
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
 
@@ -21,8 +20,8 @@ class SavedStates:
     """What a checkpoint holds, by the model's own names.
 
     `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
-    Adam's by kind, for all parameters or for none. `groups` are the settings of its groups of parameters. `unread`
-    says in words what else there is of an optimizer, and `left` what stays behind of the run.
+    Adam's by kind, for all parameters or for none. `groups` are its groups of parameters. `unread` says in words what
+    else there is of an optimizer, and `left` what stays behind of the run.
     """
 
     weights: Mapping[str, FlatTensor]
@@ -30,7 +29,7 @@ class SavedStates:
     iteration: int | None = None
     moments: Mapping[str, Mapping[str, FlatTensor]] = field(default_factory=dict)
     updates: int | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[ParameterGroup] = ()
     unread: str = ""
     left: tuple[str, ...] = ()
 
@@ -90,7 +89,8 @@ class SavedStatesReader(TrainerDirectory):
             raise CheckpointError(NO_COUNT, where=self._directory, do=DROP_OPTIMIZER)
         left = ("the schedule of learning rates, whose kind is not stored", *self._saved.left)
         more = ("random generators", "the order of data", *lost_settings(self._saved.groups))
-        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, *more))
+        settings = adam_settings(self._saved.groups, self._directory)
+        return TrainerRun(self._saved.updates, settings, (*left, *more))
 
     @property
     def iteration(self) -> int | None:

@@ -50,8 +50,8 @@ class TrainerDirectory:
             raise CheckpointError(
                 f"{self._what} does not say which model it is",
                 where=self.path,
-                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
-                "its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
+                do="Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with "
+                "--reference: its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
             )
         path = self.path / "config.json"
         return read_model(parse_json(self.companions.files["config.json"], path), path, self.specs)

@@ -1,7 +1,8 @@
 """A run of another trainer than Megatron, as far as its checkpoint tells of it: AdamW's count and settings."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -9,7 +10,7 @@ from typing import Any, Protocol, TypeGuard
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -25,12 +26,13 @@ class TrainerRun:
 
     `updates` is Adam's count, the same for all parameters. `settings` are AdamW's where weights decay, as far as they
     are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`, `weight_decay`. `left` says
-    what stays behind, in words.
+    what stays behind, in words. `muon` are the `lr`, `weight_decay` and `momentum` of torch's Muon, if it trained some.
     """
 
     updates: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    muon: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainedReader(Reader, Protocol):
@@ -53,35 +55,97 @@ def of_trainer(reader: Reader) -> TypeGuard[TrainedReader]:
     return reader.layout == "hf" and hasattr(type(reader), "trainer_run")
 
 
-def adam_settings(groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """AdamW's settings for weights: those of the first group of parameters that decays, as trainers give norms and
-    biases no decay, else of the first. Whatever is no finite number is left out."""
-    first: Mapping[str, Any] | None = None
-    for group in groups:
-        first = group if first is None else first
-        if _decays(group):
-            first = group
-            break
-    first = first or {}
-    found: dict[str, Any] = {key: float(first[key]) for key in _NUMBERS if _is_finite(first.get(key))}
-    betas = first.get("betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_finite, betas)):
-        found["betas"] = tuple(map(float, betas))
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The `settings` of a group of parameters as they are stored, and the `shapes` of these by name, None where no file
+    says which they are."""
+
+    settings: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def of_muon(self) -> bool:
+        """Whether it is one of torch's Muon, which alone has this setting: SGD and other Muons have momentum, too, and
+        weigh gradients otherwise."""
+        return "adjust_lr_fn" in self.settings
+
+    @property
+    def decays(self) -> bool:
+        decay = self.settings.get("weight_decay")
+        return _is_number(decay) and decay > 0
+
+    def matrices(self, *, others: bool = False) -> list[str]:
+        """The names of its matrices, also stacks of them, or of the `others`: norms, and biases, of which experts have
+        stacks."""
+        shapes = (self.shapes or {}).items()
+        return [name for name, shape in shapes if (len(shape) > 1 and not name.endswith("bias")) != others]
+
+
+def stored_group(
+    settings: Mapping[str, Any], path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> ParameterGroup:
+    """A group as it is in the file `path`, where a rate may be a tensor of one element."""
+    tensors = {key: one for key in _NUMBERS if isinstance(one := settings.get(key), LocatedTensor)}
+    numbers = {key: read_located(path, one).item() for key, one in tensors.items() if math.prod(one.shape) == 1}
+    return ParameterGroup({**settings, **numbers}, shapes)
+
+
+def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
+    """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
+    else of most. Whatever is no number is left out.
+
+    Raises DamagedCheckpoint for numbers in any group that no AdamW takes.
+    """
+    sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
+    settings = [_adams(group.settings, where) for group in groups]
+    for group, found in zip(groups, settings, strict=True):
+        sizes[repr(found)] += len(group.shapes or ())
+    decaying = [found for group, found in zip(groups, settings, strict=True) if group.decays]
+    return max(decaying or settings, key=lambda found: sizes[repr(found)], default={})
+
+
+def _adams(group: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """AdamW's numbers in the settings of a group."""
+    found: dict[str, Any] = {key: group[key] for key in _NUMBERS if _is_number(group.get(key))}
+    betas = group.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
+        found["betas"] = tuple(betas)
+    for key, value in found.items():
+        numbers, limit = (value, 1) if key == "betas" else ((value,), 1 << 63)
+        if not all(0 <= number < limit for number in numbers):
+            what = f"its optimizer's {key} is {shown(value)}, which AdamW does not take"
+            raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
+    return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
+
+
+def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
+    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of the first group. Raises
+    DamagedCheckpoint for numbers that Muon does not take."""
+    found, stored = dict[str, float](), groups[0].settings
+    for key in ("lr", "weight_decay", "momentum", *(["initial_lr"] if "initial_lr" in stored else [])):
+        value = stored.get(key)
+        if not _is_number(value) or not 0 <= value < (1 if key == "momentum" else 1 << 63):
+            what = f"its Muon's {key} is {shown(value)}, which Muon does not take"
+            raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
+        found[key] = float(value)
     return found
 
 
-def lost_settings(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
-    weight decay of matrices alone."""
-    keys = (*_NUMBERS, "betas")
-    settings = [{key: group.get(key) for key in keys} for group in groups]
-    apart = [*{repr(one): one for one in settings}.values()]  # some trainers say them for each parameter
-    decays = [_decays(one) for one in apart]
-    lost = [key for key in keys if len({repr(one[key]) for one in apart}) > 1]
-    if sum(decays) == 1 and len(apart) == 2:  # the two groups that a result has
-        lost = [key for key in lost if key != "weight_decay"]
+    weight decay of matrices, all of them, alone."""
+    decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
+    values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
+    values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
+    lost = [key for key, found in values.items() if len(found) > 1]
     said = [f"groups of parameters of their own {', '.join(lost)}"] if lost else []
-    return (*said, *(["weight decay of norms and biases"] if decays and all(decays) else []))
+    unknown = any(group.shapes is None for group in groups)
+    if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
+        said.append("weight decay of norms and biases")
+    if decaying and (undecayed := [name for group in spared for name in group.matrices()]):
+        more = f" and {len(undecayed) - 1} more matrices do" if len(undecayed) > 1 else " does"
+        said.append(f"that `{undecayed[0]}`{more} not decay")
+    return tuple(said)
 
 
 _STATE = "trainer_state.json"
@@ -98,14 +162,8 @@ def trainer_step(path: Path) -> int | None:
     return step
 
 
-def _decays(group: Mapping[str, Any]) -> bool:
-    return _is_finite(group.get("weight_decay")) and group["weight_decay"] > 0
-
-
-def _is_finite(value: object) -> bool:
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 1 << 63  # others may be no float
-    return isinstance(value, float) and math.isfinite(value)
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def other_counts(updates: Iterable[int]) -> str:

@@ -28,7 +28,7 @@ from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import number, other_counts
+from precisionctl.checkpoints.trainer_run import number, other_counts, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -111,7 +111,8 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
         raise
     except CheckpointError as error:  # of another order
         return replace(saved, unread=error.what)
-    return replace(saved, moments=moments, updates=updates.pop(), groups=groups)
+    settings = [stored_group(group, files[0]) for group in groups]
+    return replace(saved, moments=moments, updates=updates.pop(), groups=settings)
 
 
 def _rank_files(directory: Path, kind: str) -> list[Path]:

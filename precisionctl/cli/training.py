@@ -51,7 +51,7 @@ backend_option = click.option(
             "--time-limit",
             "--dry-run",
         ],
-        "What is loaded": ["--load", "--skip"],
+        "What is loaded": ["--load", "--skip", "--reference"],
         "FP8 and its state": ["--fp8-state", "--cold-start", "--collect-amax", "--shadow-every"],
     },
 )
@@ -75,6 +75,9 @@ backend_option = click.option(
     type=click.Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
     multiple=True,
     help="Do not load this part of CHECKPOINT. Can be repeated.",
+)
+@click.option(
+    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for the config and tokenizer."
 )
 @backend_option
 @click.option(

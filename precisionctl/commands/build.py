@@ -14,7 +14,13 @@ from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, of_megatron, trainer_run_of
+from precisionctl.checkpoints.megatron.carried_run import (
+    NO_RUN,
+    ONLY_MEGATRONS,
+    CarriedRun,
+    of_megatron,
+    trainer_run_of,
+)
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.output import Output
@@ -24,7 +30,7 @@ from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
 from precisionctl.commands.request import DCP, DEEPSPEED, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.command import MakeStates, PlannedCommand
-from precisionctl.errors import MappingError, OutputError
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import UntabledModel
@@ -75,7 +81,10 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
 def _trainer_run(source: Source) -> TrainerRun | None:
     """What is known of the run whose optimizer is converted, too."""
     if source.trained and of_trainer(source.trained):
-        return source.trained.trainer_run
+        run = source.trained.trainer_run
+        if run.muon:
+            raise CheckpointError(ONLY_MEGATRONS, where=source.reader.path, do=DROP_OPTIMIZER)
+        return run
     return trainer_run_of(source.trained) if source.trained and of_megatron(source.trained) else None
 
 

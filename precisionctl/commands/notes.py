@@ -91,14 +91,19 @@ def _in_words(setting: object) -> str:
     return "none" if setting is None else str(setting)
 
 
-def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
-    """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
+def unread_notes(reader: Reader) -> Iterator[str]:
+    """Notes on what nothing here reads of the run that saved the source."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
     if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
         yield f"What is not read of the optimizer stays behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
+
+
+def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
+    """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
+    yield from unread_notes(reader)
     if carried and of_trainer(reader):
         yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):

@@ -228,7 +228,7 @@ def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any]
     saved = run_folder.read_saved(newest.path)
     assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
     run_folder.check_same(saved, identity, plan.out)
-    core_checkpoint.load(run, newest.path, loading.updates(newest))
+    core_checkpoint.load(run, newest.path, loading.trained_run(newest).updates)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
 
@@ -248,11 +248,14 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     its own layout of it. To be called before the model takes memory; what a killed run left there is made anew."""
     source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
     step, position = loading.start_of(source, skipped, plan.recipe, rows)
-    updates = loading.updates(source) if "optimizer" not in skipped and loading.has_optimizer(source) else None
+    updates = None
+    if "optimizer" not in skipped and loading.has_optimizer(source):
+        updates = loading.trained_run(source).updates
     if world.first:
         shutil.rmtree(folder, ignore_errors=True)
     world.barrier()
-    made = Request(plan.settings.checkpoint, folder, "megatron", "bf16", drop_optimizer=updates is None)
+    given, dropped = plan.settings, updates is None
+    made = Request(given.checkpoint, folder, "megatron", "bf16", drop_optimizer=dropped, reference=given.reference)
     if plan.recipe.precision.fp8:
         made = replace(made, precision="fp8", recipe=plan.recipe.precision, drop_fp8_state="fp8" in skipped)
     execute(plan_command(made), restart=True, ranks=ranks)

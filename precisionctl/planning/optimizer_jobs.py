@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrange import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError
-from precisionctl.param import KINDS, STATE, Layout, TensorSpec
+from precisionctl.param import KINDS, MOMENTUM, STATE, Layout, TensorSpec
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
 
@@ -32,18 +32,26 @@ def optimizer_jobs(
 
     From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros
     that only Megatron has were never trained. Raises MappingError for state of no parameter, and MissingTensor for a
-    parameter with moments of some of its tensors, or of others alone.
+    parameter with moments of some of its tensors, or of others alone. Matrices may have Muon's momentum in their place,
+    for Megatron all that its Muon takes.
     """
     kinds: dict[str, list[str]] = {}  # of each parameter
     for name in source.optimizer_specs:
         kind, _, parameter = name.removeprefix(STATE).partition(".")
         kinds.setdefault(parameter if name.startswith(STATE) else name, []).append(kind)
     whole, missing = source.layout == "hf", list[str]()
+    has_muon = whole and target == "megatron" and any(MOMENTUM in found for found in kinds.values())
     for job in jobs:
         stored = [kinds.pop(name, []) for name in job.reads]
         if job.row.keeps_dtype and not any(stored):
             continue  # a router's bias, which a rule changes
-        for kind in dict.fromkeys((*(KINDS if whole else ()), *(kind for each in stored for kind in each))):
+        by_muon = any(MOMENTUM in each for each in stored)
+        if has_muon and by_muon != _muon_takes(job):
+            who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")
+            what = f"`{job.reads[0]}` was trained by {who}, and Megatron's Muon {does}: it takes all matrices but "
+            raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
+        usual: tuple[str, ...] = ("param", MOMENTUM) if by_muon else KINDS
+        for kind in dict.fromkeys((*(usual if whole else ()), *(kind for each in stored for kind in each))):
             reads = tuple(f"{STATE}{kind}.{name}" for name in job.reads)
             lacking = [read for read, each in zip(reads, stored, strict=True) if kind not in each]
             if kind == "param" and lacking == [*reads]:
@@ -64,6 +72,14 @@ def optimizer_jobs(
         raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
     frozen = "Was a part of the model frozen, or trained by another optimizer than Adam?"
     check_names(missing, [], f"{frozen} {DROP_OPTIMIZER}")
+
+
+_NOT_MUONS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _muon_takes(job: Job) -> bool:
+    """Whether Megatron's Muon takes a parameter (megatron/core/optimizer/muon.py)."""
+    return len(job.row.sizes) == 2 and job.name not in _NOT_MUONS
 
 
 def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.source import open_hinted
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
@@ -68,7 +68,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written. For
     another engine than the bundled trainer, its checks are its own.
 
-    Raises as `open_checkpoint` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
+    Raises as `open_hinted` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
     recipe that does not fit the ranks or the model, PrecisionError for GEMM sizes that FP8 does not take,
     UnknownArchitecture for a model that the trainer does not compute, and EnvironmentProblem for a backend that this
     machine does not have.
@@ -77,7 +77,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     if bundled:
         world.check(ranks, recipe)
     run_folder.check_place(settings.folder, settings.checkpoint)
-    source = open_checkpoint(settings.checkpoint)
+    source = open_hinted(settings.checkpoint, None, None, settings.reference, None)
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
     schedule = loading.schedule_of(source, skipped, settings.overrides)
     plan = make_plan(source, "megatron")

@@ -19,7 +19,7 @@ from precisionctl.trainer.saved.loading import Load, StatePart
 @dataclass(frozen=True)
 class Settings:
     """What the command line says. `load` None means full if the checkpoint has an optimizer; `skip` are the parts that
-    are not loaded."""
+    are not loaded; `reference` has the config and tokenizer of a checkpoint that has none."""
 
     checkpoint: Path
     precision: Literal["bf16", "fp8"]
@@ -29,6 +29,7 @@ class Settings:
     overrides: tuple[str, ...] = ()
     load: Load | None = None
     skip: tuple[StatePart, ...] = ()
+    reference: Path | None = None
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
     collect_amax: bool = False

@@ -23,7 +23,7 @@ from precisionctl.checkpoints.deepspeed.states import (
 from precisionctl.checkpoints.flat import FlatTensor
 from precisionctl.checkpoints.saved_states import SavedStates
 from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.checkpoints.trainer_run import number
+from precisionctl.checkpoints.trainer_run import number, stored_group
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -92,7 +92,10 @@ def read_universal(directory: Path) -> SavedStates:
         states.global_steps if states else None,
         kept,
         updates if kept else None,
-        plain_groups(optimizer.get("param_groups")),
+        [
+            stored_group(group, directory / ZERO / OPTIMIZER_STATE)
+            for group in plain_groups(optimizer.get("param_groups"))
+        ],
         " and ".join(filter(None, (lost, unread))),
     )
 

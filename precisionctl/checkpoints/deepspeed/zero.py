@@ -36,7 +36,7 @@ from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_run import number, other_counts
+from precisionctl.checkpoints.trainer_run import number, other_counts, stored_group
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
@@ -72,13 +72,15 @@ def read_zero(directory: Path) -> SavedStates:
     weights = states.stored(states.shapes)
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
+    groups = contents[0].groups
+    shapes = states.groups if len(states.groups) == len(groups) else [None] * len(groups)
     return SavedStates(
         states.with_shared(weights | found.pop(_PARAM)),
         [*model, *optimizer],
         states.global_steps,
         found,
         _same_number(contents) if found else None,
-        contents[0].groups,
+        [stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
         contents[0].unread,
     )
 
@@ -258,4 +260,5 @@ def _without_zero(states: ModelStates) -> SavedStates:
     saved = replace(saved, weights=states.with_shared(weights))
     if not updates:
         return saved  # it has made none
-    return replace(saved, moments=found, updates=updates.pop(), groups=groups)
+    settings = [stored_group(group, path) for group in groups]
+    return replace(saved, moments=found, updates=updates.pop(), groups=settings)

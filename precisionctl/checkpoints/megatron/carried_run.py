@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, TrainedReader, TrainerRun, adam_settings
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainedReader, TrainerRun, adam_settings
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
@@ -56,6 +56,9 @@ class CarriedRun:
 
 
 NO_RUN = CarriedRun()
+
+ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron alone"
+"""Of an optimizer with Muon, for whatever takes none."""
 
 
 class MegatronReader(Reader, Protocol):
@@ -125,13 +128,31 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
 
 def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> CarriedRun:
     """What is carried over from another trainer's run: iteration, AdamW's count and settings, in the two groups of
-    parameters that Megatron has, with and without decay. No trainer stores which schedule its learning rates follow."""
-    settings = dict(reader.trainer_run.settings)
-    rates = {"max_lr": settings.pop("initial_lr"), "min_lr": 0.0} if "initial_lr" in settings else {}
-    optimizer = adam_in_megatron(settings | rates, reader.trainer_run.updates)
-    common = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
+    parameters that Megatron has, with and without decay, and Muon's before. No trainer stores which schedule its
+    learning rates follow."""
+    run = reader.trainer_run
+    optimizer = adam_in_megatron(_with_megatrons_rates(run.settings), run.updates)
+    common: dict[str, object] = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
+    if run.muon:
+        of_0_16 = {"momentum_beta": run.muon["momentum"]}  # as megatron-core 0.16's Muon calls it
+        muon = {"state": {}, "param_groups": [_GROUP | _with_megatrons_rates(run.muon) | of_0_16]}
+        common["optimizer"] = {0: {"optimizer": muon, _SHARDING: RESHARDABLE}, 1: optimizer}
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
+
+
+def _with_megatrons_rates(settings: Mapping[str, Any]) -> dict[str, Any]:
+    rates = {"max_lr": settings["initial_lr"], "min_lr": 0.0} if "initial_lr" in settings else {}
+    return {key: one for key, one in settings.items() if key != "initial_lr"} | rates
+
+
+_GROUP = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "default_config": True,
+}
 
 
 def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any]:
@@ -139,8 +160,7 @@ def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any
     with decay and then without, each with what tells it from others (`param_group_identifier_keys` in
     megatron/core/optimizer/optimizer.py; since 0.17 also `max_lr` and `min_lr`, compared as floats). Transformer
     Engine's and Apex's Adam count in the groups, PyTorch's in `common_step`."""
-    group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    group |= {"default_config": True, "bias_correction": True, **settings, "step": updates}
+    group = {**_GROUP, "bias_correction": True, **settings, "step": updates}
     groups = [group, group | {"wd_mult": 0.0, "weight_decay": 0.0}]
     inner = {"state": {"common_step": updates}, "param_groups": groups}
     return {"optimizer": inner, _SHARDING: RESHARDABLE}
@@ -155,17 +175,18 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
     """A Megatron run in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or was trained
     by Muon."""
     if has_muon(reader):
-        what = "Muon's momentum (`momentum_buffer`), which goes from Megatron to Megatron alone"
-        raise CheckpointError(what, where=reader.path, do=DROP_OPTIMIZER)
+        why = "torch's Muon stores how it scales and orthogonalizes, which Megatron leaves to its flags"
+        raise CheckpointError(f"{ONLY_MEGATRONS}: {why}", where=reader.path, do=DROP_OPTIMIZER)
     with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
-        step, group = adam_of(reader)
+        step, group = _adam_of(reader)
         if step is None:
             raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
-        return TrainerRun(int(step), adam_settings([{**group, **rates}]), ("the schedule", "random generators"))
+        settings = adam_settings([ParameterGroup({**group, **rates})], reader.path)
+        return TrainerRun(int(step), settings, ("the schedule", "random generators"))
 
 
-def adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
+def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
     """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
     (of the first of several optimizers). Raises KeyError and its like for an optimizer that is not Megatron's."""
     found = next(iter(optimizer_settings(reader)), {})

@@ -131,8 +131,9 @@ class MegatronDirectory(ABC):
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,
-                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
-                "its config.json and tokenizer are enough. A checkpoint made by `convert --to megatron` contains them.",
+                do="Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with "
+                "--reference: its config.json and tokenizer are enough. A checkpoint made by `convert "
+                "--to megatron` contains them.",
             )
         return model_of(self.path, self.args, self.companions, self.specs, self.hints.family)
 

@@ -59,7 +59,11 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
     for key, tensor in stored.items():
         if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor:
             continue  # the same bytes
-        for name, one in _slices(plain(key, prefix), tensor, where):
+        plain_key = plain(key, prefix)
+        state = _STATE.fullmatch(plain_key)
+        parameter = stored.get(prefix + state[2]) if state else None
+        flat = _of_flat_shards(plain_key, tensor, parameter.shape) if parameter else []
+        for name, one in flat or _slices(plain_key, tensor, where):
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
@@ -156,6 +160,52 @@ def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str,
         yield unstack(key, at) if len(at) == depth else key, tensor
 
 
+def _of_flat_shards(key: str, stored: dcp.DcpTensor, shape: tuple[int, ...]) -> list[tuple[str, LogicalTensor]]:
+    """The logical tensors in one of the optimizer whose parameter is stored in this `shape`, as the distributed one
+    stored it up to megatron-core 0.14 (`fully_sharded_model_space`): behind layers and experts, into how many shards
+    each dimension is cut, and last the elements of a shard, of which ranks have pieces. Empty for any other layout.
+    """
+    depth = leading(key)
+    if len(stored.shape) != len(shape) + 1:
+        return []
+    counts, sizes, cuts, elements = stored.shape[:depth], shape[depth:], stored.shape[depth:-1], stored.shape[-1]
+    if not sizes or shape[:depth] != counts or math.prod(cuts[2:]) != 1:
+        return []
+    shards = [size // cut for size, cut in zip(sizes, cuts, strict=True)]
+    rows, columns = shards[0], math.prod(shards[1:])
+    if elements != rows * columns or math.prod(sizes) != math.prod(cuts) * elements:
+        return []
+    found: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
+    for piece in stored.pieces:
+        *places, begin = piece.offsets
+        if math.prod(piece.sizes[:-1]) != 1:
+            return []
+        row, column = (*places[depth:], 0)[:2]
+        shard = Box(row * rows, rows, column * columns, columns)
+        boxes = flat_boxes([shard], begin, begin + piece.sizes[-1])
+        found[tuple(places[:depth])] += [TensorPart(box, piece, start) for box, start in boxes]
+    spec = TensorSpec(sizes, stored.dtype)
+    return [(unstack(key, at) if depth else key, LogicalTensor(spec, tuple(parts))) for at, parts in found.items()]
+
+
+def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Elements `[begin, end)` of consecutive boxes, as boxes, each with its distance from `begin` in elements.
+
+    Each box gives at most three: the end of a row, whole rows, the beginning of a row.
+    """
+    base = 0
+    for box in boxes:
+        size = box.rows * box.columns
+        at, last = max(begin - base, 0), min(end - base, size)
+        while at < last:
+            row, column = divmod(at, box.columns)
+            rows = (last - at) // box.columns if column == 0 else 0
+            columns = box.columns if rows else min(box.columns - column, last - at)
+            yield Box(box.row + row, rows or 1, box.column + column, columns), base + at - begin
+            at += (rows or 1) * columns
+        base += size
+
+
 def slices(stored: dcp.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
     """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
     DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
@@ -179,7 +229,7 @@ def slices(stored: dcp.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tup
 
 def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
     """Rename the optimizer's tensors that do not have their parameter's shape to `optimizer.flat.…`, so that no plan
-    uses them: `fully_sharded_model_space`, up to megatron-core 0.14, stored flat pieces of a rank's shard."""
+    uses them."""
     named = {}
     for name, one in found.items():
         state = _STATE.fullmatch(name)

@@ -10,13 +10,13 @@ inferred from the shapes, from how the model's own tensors are cut, and from whe
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.dtypes import DType
 from precisionctl.param import KINDS, STATE, TensorSpec
@@ -265,21 +265,3 @@ class _Unpacking:
                 end = min(piece.offsets[0] + piece.sizes[0], at.start + at.local.elements)
                 for box, offset in flat_boxes(at.local.boxes, begin - at.start, end - at.start):
                     found.append(TensorPart(box, piece, begin - piece.offsets[0] + offset))
-
-
-def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Elements `[begin, end)` of consecutive boxes, as boxes, each with its distance from `begin` in elements.
-
-    Each box gives at most three: the end of a row, whole rows, the beginning of a row.
-    """
-    base = 0
-    for box in boxes:
-        size = box.rows * box.columns
-        at, last = max(begin - base, 0), min(end - base, size)
-        while at < last:
-            row, column = divmod(at, box.columns)
-            rows = (last - at) // box.columns if column == 0 else 0
-            columns = box.columns if rows else min(box.columns - column, last - at)
-            yield Box(box.row + row, rows or 1, box.column + column, columns), base + at - begin
-            at += (rows or 1) * columns
-        base += size

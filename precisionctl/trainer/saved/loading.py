@@ -1,5 +1,6 @@
 """Load a checkpoint into a run: always the weights; optimizer, schedule, position in the data, random generator states
-and FP8 state unless they are skipped. The optimizer is loaded by parameter, whichever way Megatron stored it.
+and FP8 state unless they are skipped. The optimizer is loaded by parameter, whichever way Megatron or another trainer
+stored it.
 
 `saving.py` is the inverse.
 """
@@ -12,14 +13,21 @@ from typing import Literal, TypeGuard
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, adam_of, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import (
+    ONLY_MEGATRONS,
+    MegatronReader,
+    WithOptimizer,
+    of_megatron,
+    trainer_run_of,
+)
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import NO_COUNT, of_trainer
+from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, of_trainer
+from precisionctl.commands.notes import unread_notes
 from precisionctl.conversion.convert import run as convert
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
+from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
 from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
@@ -45,9 +53,6 @@ OPTIMIZER = "precisionctl_optimizer/shard_0_1"
 """Key of the optimizer's state that Megatron has no tensors for."""
 
 _WITHOUT = "Use --skip optimizer, or --load weights."
-_BY_MEGATRON = (
-    "`precisionctl convert CKPT RUN --to megatron` brings another trainer's optimizer along; then resume RUN."
-)
 
 
 def what_to_load(source: Reader, load: Load | None, skip: Collection[StatePart]) -> tuple[Load, frozenset[StatePart]]:
@@ -77,10 +82,12 @@ def sets_rates(overrides: Sequence[str]) -> bool:
 
 def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> int:
     """The step that a new run starts after: the checkpoint's, or 0 if the schedule is skipped. Raises CheckpointError
-    if the optimizer is wanted and there is none, RecipeError if no step of `steps` is left."""
-    if "optimizer" not in skipped and not has_optimizer(source):
-        do = _BY_MEGATRON if _has_trainers_optimizer(source) else _WITHOUT
-        raise CheckpointError("no optimizer state that can be read", where=source.path, do=do)
+    if the optimizer is wanted and there is none, or none that AdamW goes on from, RecipeError if no step of `steps` is
+    left."""
+    if "optimizer" not in skipped:
+        if not has_optimizer(source):
+            raise CheckpointError("no optimizer state that can be read", where=source.path, do=_WITHOUT)
+        trained_run(source)
     first = 0 if "schedule" in skipped else source.iteration or 0
     if first >= steps:
         raise RecipeError(
@@ -121,24 +128,29 @@ def loading_notes(
     overrides: Sequence[str],
 ) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
-    if not of_megatron(source):
-        if _has_trainers_optimizer(source):
-            yield f"its optimizer is not read here. {_BY_MEGATRON}"
+    yield from unread_notes(source)
+    if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
     foreign = saved_of(source) is None
-    if "optimizer" not in skipped and foreign:
-        differing = other_settings(source, recipe.optimizer)
-        yield f"optimizer: masters and moments of the checkpoint, after {updates(source)} updates" + (
+    theirs = trained_run(source) if foreign and "optimizer" not in skipped else None
+    if theirs:
+        differing = other_settings(theirs, recipe.optimizer)
+        yield f"optimizer: masters and moments of the checkpoint, after {theirs.updates} updates" + (
             f"; it had {differing}" if differing else ""
         )
     if schedule:
         yield f"learning rates: the checkpoint's ({schedule.words}); --skip schedule takes the recipe's"
     elif "schedule" not in skipped and foreign:
         why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
-        yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on"
+        rates = theirs.settings if theirs else {}
+        last = f"; the checkpoint's last was {rates['lr']:.2e}" if "lr" in rates else ""
+        peak = f", of {rates['initial_lr']:.2e} without a schedule" if last and "initial_lr" in rates else ""
+        yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on{last}{peak}"
     if "data" not in skipped and foreign:
         yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
-    with suppress(DamagedCheckpoint):
+    if theirs and of_trainer(source):
+        yield f"stays behind of the run: {', '.join(theirs.left)}"
+    with suppress(CheckpointError):
         if "optimizer" in skipped and source.optimizer_specs:
             yield "the checkpoint's optimizer state is left behind"
 
@@ -151,39 +163,48 @@ def load_weights(source: Reader, run: Run) -> None:
     run.optimizer.publish()
 
 
-def has_optimizer(source: Reader) -> TypeGuard[MegatronReader]:
+def has_optimizer(source: Reader) -> TypeGuard[MegatronReader | TrainedReader]:
     """Whether there is an optimizer whose state can be read by parameter. Raises as `optimizer_specs`."""
-    return of_megatron(source) and any(name.startswith(f"{STATE}exp_avg.") for name in optimizer_specs(source))
+    if not (of_megatron(source) or of_trainer(source)):
+        return False
+    return any(name.startswith(f"{STATE}exp_avg.") for name in optimizer_specs(source))
 
 
-def _has_trainers_optimizer(source: Reader) -> bool:
-    """Whether there is another trainer's optimizer, which a conversion can read."""
+def _has_trainers_optimizer(source: Reader) -> TypeGuard[TrainedReader]:
+    """Whether there is an optimizer of another trainer than Megatron, which need not fit the model."""
     with suppress(CheckpointError):
         return of_trainer(source) and bool(source.optimizer_specs)
     return False
 
 
-def optimizer_specs(source: MegatronReader) -> Mapping[str, TensorSpec]:
-    """The optimizer's tensors. Raises DamagedCheckpoint where they do not fit the model."""
+def optimizer_specs(source: MegatronReader | TrainedReader) -> Mapping[str, TensorSpec]:
+    """The optimizer's tensors. Raises CheckpointError where they do not fit the model."""
     with _how_to_continue():
         return source.optimizer_specs
 
 
 @contextmanager
 def _how_to_continue() -> Iterator[None]:
-    """Replace the advice of a DamagedCheckpoint, which is for conversions, by advice for a run."""
+    """Replace the advice of an error about an optimizer, which is for conversions, by advice for a run."""
     try:
         yield
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(error.what, where=error.where, do=_WITHOUT) from error
+    except UnsafePickle:
+        raise
+    except (CheckpointError, MappingError) as error:
+        raise type(error)(error.what, where=error.where, do=_WITHOUT) from error
 
 
-def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
+def plan_optimizer(source: MegatronReader | TrainedReader, run: Run) -> Plan:
     """The plan for loading FP32 master weights and moments.
 
-    A parameter stored in FP32 may lack a master weight, as it is its own, and a frozen parameter may lack all. Raises
-    MissingTensor or UnmappedTensor, with a table, if the optimizer does not fit the model.
+    Of Megatron's checkpoints a parameter stored in FP32 may lack a master weight, as it is its own, and a frozen
+    parameter may lack all; of another trainer's any weight without a master is its own. Raises MappingError, with a
+    table of what is missing, if the optimizer does not fit the model.
     """
+    if of_trainer(source):
+        with _how_to_continue():
+            plan = make_plan(source, "megatron", optimizer=True)
+        return replace(plan, jobs=tuple(job for job in plan.jobs if job.name.startswith(STATE)))
     found, parameters = optimizer_specs(source), run.optimizer.parameters
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in run.model.shards.tensors}
@@ -198,7 +219,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 
 
-def load_optimizer(source: MegatronReader, run: Run) -> None:
+def load_optimizer(source: MegatronReader | TrainedReader, run: Run) -> None:
     """Load master weights, moments and the number of updates. Master weights that are not there stay as `load_weights`
     left them. Raises as `plan_optimizer`, and DamagedCheckpoint for flat buckets that do not fit the weights."""
     plan = plan_optimizer(source, run)
@@ -215,37 +236,30 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
             shards = {f"{STATE}{kind}.{name}": shard for name, shard in run.model.shards.tensors.items()}
             live = LiveModel(run.model.model, named, shards=shards)
             convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
-    run.optimizer.steps = updates(source)
+    run.optimizer.steps = trained_run(source).updates
     run.optimizer.publish()
 
 
-def updates(source: MegatronReader) -> int:
-    """Adam's count of updates. Raises CheckpointError if it is not there."""
-    with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
-        step, _ = adam_of(source)
-        if step is None:
-            raise CheckpointError(NO_COUNT, where=source.path, do=_WITHOUT)
-        return int(step)
+def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:
+    """Count and settings of the checkpoint's AdamW. Raises CheckpointError where there is no count, or another
+    optimizer's."""
+    with _how_to_continue():
+        if of_trainer(source):
+            run = source.trainer_run
+            if run.muon:
+                raise CheckpointError(ONLY_MEGATRONS, where=source.path)
+            return run
+        assert of_megatron(source)
+        return trainer_run_of(source)
 
 
-def other_settings(source: MegatronReader, settings: Optimizer) -> str:
+def other_settings(run: TrainerRun, settings: Optimizer) -> str:
     """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's; empty if none does."""
-    with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
-        _, group = adam_of(source)
-        beta1, beta2 = group.get("betas", (None, None))
-        theirs = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "epsilon": group.get("eps"),
-            "weight_decay": group.get("weight_decay"),
-        }
-        ours = {key: getattr(settings, key) for key in theirs}
-        differing = [
-            f"{key} {value:g}, here {ours[key]:g}"
-            for key, value in theirs.items()
-            if isinstance(value, int | float) and value != ours[key]
-        ]
-    return ", ".join(differing)
+    theirs = dict(zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False))
+    keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
+    theirs |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
+    differing = {key: value for key, value in theirs.items() if value != getattr(settings, key)}
+    return ", ".join(f"{key} {value:g}, here {getattr(settings, key):g}" for key, value in differing.items())
 
 
 def load_rng(source: TorchDistReader) -> None:
