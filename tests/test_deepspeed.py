@@ -256,7 +256,7 @@ def _longer(content: Any) -> None:
         (3, "zero_pp_rank_0_mp_rank_00_model_states.pt", _longer, "a rank has"),
         (1, "mp_rank_00_model_states.pt", lambda c: c["param_shapes"].pop(), "other groups"),
         (2, "mp_rank_00_model_states.pt", lambda c: c.update(shared_params={"a": "b"}), "`b`, which others share"),
-        (2, "mp_rank_00_model_states.pt", lambda c: c.update(num_experts=[4]), "dealt out"),
+        (2, "mp_rank_00_model_states.pt", lambda c: c.update(num_experts=[4]), "distributed over ranks"),
         (2, "mp_rank_00_model_states.pt", lambda c: c.update(global_steps=-1), "-1 steps"),
         (2, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda c: c.pop("optimizer_state_dict"), "KeyError"),
     ],

@@ -204,6 +204,6 @@ class NumberedOptimizer:
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
-            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP_OPTIMIZER)
+            raise CheckpointError("its parameters had different numbers of updates", where=self.path, do=DROP_OPTIMIZER)
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups), (*left, *lost_settings(groups)))

@@ -110,7 +110,7 @@ def _is_finite(value: object) -> bool:
 
 def other_counts(updates: Iterable[int]) -> str:
     """In words, that Adam has counted each parameter's updates by itself: one count has no place for it."""
-    return f"its parameters had other numbers of updates: {shown(sorted(updates))}"
+    return f"its parameters had different numbers of updates: {shown(sorted(updates))}"
 
 
 def number(value: object, path: Path) -> int:
