@@ -59,7 +59,7 @@ def test_code_that_a_config_names_travels_as_bytes_with_what_it_imports(tmp_path
     assert json.loads(after["config.json"])["auto_map"] == json.loads(before["config.json"])["auto_map"]
     for work in (there, back):
         assert any(
-            note.startswith("Code of the model's own travels") and "modeling_own.py" in note for note in work.notes
+            note.startswith("The model's own code is copied") and "modeling_own.py" in note for note in work.notes
         )
 
 
