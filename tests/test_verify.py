@@ -19,6 +19,7 @@ from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
@@ -406,7 +407,7 @@ def test_scales_of_no_use_are_refused(tmp_path, source, kind, scale):
     stored = {name: read_tensor(exported.stored, name) for name in exported.stored.specs}
     name = f"model.layers.0.self_attn.{kind}" if kind == "k_scale" else DOWN.replace("weight", kind)
     stored[name] = torch.tensor([scale])
-    specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in stored.items()}
+    specs = {name: TensorSpec(tuple(each.shape), DType.of(each.dtype)) for name, each in stored.items()}
     for engine in (engines()["vllm"], engines()["transformers"]):
         found = engine.check(exported.config, specs, stored.__getitem__)
         assert [each.what for each in found if each.where == name and each.rule.fatal] == [f"a scale of {scale:.6g}"]

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
+from precisionctl.cli.torch_when_used import import_torch_when_used
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -85,6 +86,7 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
+        import_torch_when_used()
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
             _download(ctx)
             return super().invoke(ctx)

@@ -7,7 +7,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.base import Chunk, Chunked
-from precisionctl.checkpoints.output import forget, sync
+from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
@@ -78,16 +78,20 @@ def run(
     found = Findings()
     if journal:
         found |= journal.found
-    results = in_processes(
-        Worker(plan, reader, share, collect_weight_amax, carried).do, todo, plan.costs(todo), workers
-    )
-    with one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
+    worker = Worker(plan, reader, share, collect_weight_amax, carried)
+    results = in_processes(worker.do, todo, plan.costs(todo), workers)
+    with _torch_for(worker, todo), closing(results), _Recorder(plan, share, journal) as recorder:
         for job, new in results:
             found |= new
             recorder.add((job, new))
             on_bytes(plan.job_bytes(job))
             _log.info("%s: %d bytes", job.name, plan.job_bytes(job))
     return found
+
+
+def _torch_for(worker: Worker, jobs: Iterable[Job]) -> AbstractContextManager[None]:
+    """PyTorch in one thread, imported before workers are forked, if any of these jobs needs it."""
+    return one_torch_thread() if any(worker.needs_torch(job) for job in jobs) else nullcontext()
 
 
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
@@ -116,8 +120,9 @@ def check(
     shares = deal(plan.costs(plan.jobs), ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    results = in_processes(Checker(plan, reader, writer, carried=carried).check, jobs, plan.costs(jobs), workers)
-    with one_torch_thread(), closing(results):
+    checker = Checker(plan, reader, writer, carried=carried)
+    results = in_processes(checker.check, jobs, plan.costs(jobs), workers)
+    with _torch_for(checker, jobs), closing(results):
         for job, found in results:
             checksums |= found
             on_bytes(plan.job_bytes(job))
@@ -213,8 +218,7 @@ class _Recorder:
     def _record(self, batch: list[JobResult]) -> None:
         if self._journal is None or not batch:
             return
-        for file in _files((name for job, _ in batch for name in job.outputs), self._writer):
-            sync(file)
+        sync_all(_files((name for job, _ in batch for name in job.outputs), self._writer))
         found = Findings()
         for _, new in batch:
             found |= new

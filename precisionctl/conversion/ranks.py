@@ -5,6 +5,8 @@ Every rank makes the same plan; each byte of the target is written by one rank, 
 go through PyTorch's key-value store, as torchrun or Slurm set it up.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import os
@@ -51,7 +53,7 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    store: "Store | None" = None
+    store: Store | None = None
 
     @property
     def first(self) -> bool:

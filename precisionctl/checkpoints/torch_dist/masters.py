@@ -4,6 +4,8 @@ A distributed optimizer's buckets carry no names (`torch_dist/buckets.py`). If o
 another, its rounded master weight would differ from the stored weight.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +64,7 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
             differing.append(name)
             continue
         for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
-            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype)
+            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype.torch)
             if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
                 differing.append(name)
                 break

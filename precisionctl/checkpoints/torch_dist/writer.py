@@ -5,6 +5,8 @@ The form is that of megatron-core up to 0.18, which every version reads: layers 
 spec expects one, empty where there is no state.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json
@@ -24,6 +26,7 @@ from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, O
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.torch_dist.placement import lay_out, layers_differ, place, stored_tensors
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -135,7 +138,7 @@ class TorchDistWriter:
 
 def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Raise PrecisionError if tensors that are stacked in one stored tensor have different dtypes."""
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, DType] = {}
     for name, (key, _) in keys.items():
         if specs[name].dtype != dtypes.setdefault(key, specs[name].dtype):
             raise PrecisionError(

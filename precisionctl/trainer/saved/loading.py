@@ -18,6 +18,7 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import NO_COUNT, of_trainer
 from precisionctl.conversion.convert import run as convert
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
 from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
@@ -144,7 +145,7 @@ def loading_notes(
 
 def load_weights(source: Reader, run: Run) -> None:
     """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding."""
-    plan = make_plan(source, "megatron", dtype=torch.float32).text
+    plan = make_plan(source, "megatron", dtype=DType.float32).text
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
     run.optimizer.publish()
@@ -189,7 +190,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
     optional = {
         key
         for key, (kind, name) in wanted.items()
-        if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
+        if name in frozen or (kind == "param" and source.specs[name].dtype == DType.float32)
     }
     missing = [key for key in wanted if key not in found and key not in optional]
     checks.check_names(missing, [key for key in found if key not in wanted], _WITHOUT, source.path)
