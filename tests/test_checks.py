@@ -117,7 +117,7 @@ def test_experts_are_dealt_out_evenly_and_only_where_there_are_some() -> None:
     model = pico.shape("mixtral")
     experts = model.moe.num_experts  # type: ignore[union-attr]
     check_ranks(model, Parallelism(expert=experts))
-    with pytest.raises(ShapeMismatch, match=f"{experts} experts cannot be dealt out to {experts + 1} ranks"):
+    with pytest.raises(ShapeMismatch, match=f"{experts} experts cannot be divided evenly among {experts + 1} ranks"):
         check_ranks(model, Parallelism(expert=experts + 1))
     check_ranks(pico.shape("llama-3"), Parallelism())
     with pytest.raises(ShapeMismatch, match="a model without experts"):

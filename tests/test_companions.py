@@ -59,7 +59,7 @@ def test_code_that_a_config_names_travels_as_bytes_with_what_it_imports(tmp_path
     assert json.loads(after["config.json"])["auto_map"] == json.loads(before["config.json"])["auto_map"]
     for work in (there, back):
         assert any(
-            note.startswith("Code of the model's own travels") and "modeling_own.py" in note for note in work.notes
+            note.startswith("The model's own code is copied") and "modeling_own.py" in note for note in work.notes
         )
 
 
@@ -219,7 +219,7 @@ def test_vocabularies_and_terms_travel_and_what_is_known_to_stay_stays_unsaid(tm
     work = run(tmp_path / "hf", tmp_path / "out", "hf")
     made = tree(tmp_path / "out")
     assert set(TRAVEL) <= made.keys() and not made.keys() & {*STAY, "who_knows.dat"}
-    assert "Stays behind, as nothing here knows what it is: who_knows.dat." in work.notes
+    assert "Left behind, because nothing here knows what it is: who_knows.dat." in work.notes
     assert not any(name in note for note in work.notes for name in STAY)
 
 

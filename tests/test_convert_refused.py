@@ -34,7 +34,7 @@ from precisionctl.precision import PRESETS
 CONTRADICTORY: dict[str, dict[str, Any]] = {
     "no Transformer Engine state": {"to": "hf", "te_version": 1},
     "an export takes FP8 state as it is read": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},
-    "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
+    "not split for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
     "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
@@ -45,8 +45,8 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
         "architecture": "llama",
         "reference": Path("of it"),
     },
-    "reads is no such result": {"to": "megatron", "precision": "fp8", "target": "vllm"},
-    "are those of an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},
+    "is not what": {"to": "megatron", "precision": "fp8", "target": "vllm"},
+    "are for an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},
     "do not apply to PyTorch": {"to": "hf", "precision": "fp8", "target": "te", "kv_cache": "fp8"},
     "is not written as torch_dist": {"to": "hf", "container": "torch_dist"},
     "choose what becomes FP8 codes": {"to": "hf", "precision": "bf16", "exclude": ("*",)},
@@ -228,7 +228,7 @@ def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run
 def test_a_tensor_parallel_size_that_heads_do_not_fit_is_refused(ranks: int, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    with pytest.raises(ShapeMismatch, match=f"4 heads in 2 .* to {ranks} tensor-parallel ranks") as refused:
+    with pytest.raises(ShapeMismatch, match=f"4 heads in 2 .* among {ranks} tensor-parallel ranks") as refused:
         run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(ranks))
     assert refused.value.where == str(tmp_path / "hf")
 

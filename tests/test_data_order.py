@@ -145,7 +145,7 @@ def test_ranks_are_fed_the_micro_batches_of_one_process_from_any_position(tmp_pa
 
 
 def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
-    with pytest.raises(DataError, match="8 rows of an update cannot be dealt out to 3 ranks"):
+    with pytest.raises(DataError, match="8 rows of an update cannot be divided evenly among 3 ranks"):
         share_of(range(8), 0, 3)
 
 

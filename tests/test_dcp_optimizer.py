@@ -172,7 +172,7 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
         (
             lambda state: state["model.norm.weight"]["step"].add_(1),
             CheckpointError,
-            "other numbers of updates: .* 2 and",
+            "different numbers of updates: .* 2 and",
         ),
         (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
         (

@@ -129,7 +129,7 @@ def test_moments_of_a_universal_checkpoint_that_do_not_belong_together_stay_behi
     path = directory / "zero" / "model.norm.weight" / file
     path.unlink() if value is None else torch.save(torch.tensor(float(value)), path)
     told = conversions.run(directory, tmp_path / "out", "hf", reference=llama)
-    assert any("stays behind: " in note and why in note for note in told.notes), told.notes
+    assert any("stay behind: " in note and why in note for note in told.notes), told.notes
     assert_is(read(directory, llama), {"fp32": states["fp32"]})
 
 
@@ -257,7 +257,7 @@ def _longer(content: Any) -> None:
         (3, "zero_pp_rank_0_mp_rank_00_model_states.pt", _longer, "a rank has"),
         (1, "mp_rank_00_model_states.pt", lambda c: c["param_shapes"].pop(), "other groups"),
         (2, "mp_rank_00_model_states.pt", lambda c: c.update(shared_params={"a": "b"}), "`b`, which others share"),
-        (2, "mp_rank_00_model_states.pt", lambda c: c.update(num_experts=[4]), "dealt out"),
+        (2, "mp_rank_00_model_states.pt", lambda c: c.update(num_experts=[4]), "distributed over ranks"),
         (2, "mp_rank_00_model_states.pt", lambda c: c.update(global_steps=-1), "-1 steps"),
         (2, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda c: c.pop("optimizer_state_dict"), "KeyError"),
     ],
@@ -296,7 +296,7 @@ def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path)
     assert not reader.optimizer_specs
     assert_is(reader, {"fp32": states["fp32"]})
     told = conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=llama)
-    assert any("stays behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
+    assert any("stay behind: ['momentum_buffer'], which AdamW has not" in note for note in told.notes)
 
 
 def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) -> None:

@@ -321,7 +321,7 @@ def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path
         ("failed", "the disk of the last rank failed"),
         ("killed in a save", "another rank ended without a message"),
         ("failed in a save", "the disk of the last rank failed"),
-        ("uneven", "train.batch_size 5 cannot be dealt out to 2 ranks evenly"),
+        ("uneven", "train.batch_size 5 cannot be divided evenly among 2 ranks"),
     ],
 )
 def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
@@ -383,7 +383,7 @@ def test_a_signal_to_one_rank_is_for_all(place: Path, told: Told) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("train.batch_size=30", "train.batch_size 30 cannot be dealt out to 4 ranks evenly"),
+        ("train.batch_size=30", "train.batch_size 30 cannot be divided evenly among 4 ranks"),
         ("parallel.replicate=3", "4 ranks cannot hold parallel.replicate = 3 copies"),
         ("precision.delayed.reduce_amax=false", "scales of its own"),
     ],

@@ -419,11 +419,11 @@ def test_norms_that_only_megatron_stores_less_one_become_whole(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "parallelism", "message"),
     [
-        ("llama-2", Parallelism(tensor=3), "cannot be dealt out to 3 tensor-parallel"),
+        ("llama-2", Parallelism(tensor=3), "cannot be divided evenly among 3 tensor-parallel"),
         ("llama-2", Parallelism(pipeline=3), "2 layers cannot be cut into 3 pipeline stages"),
         ("llama-2", Parallelism(pipeline=2, virtual=2), "2 layers cannot be cut into 4 pipeline stages"),
         ("llama-2", Parallelism(expert=2), "without experts"),
-        ("mixtral", Parallelism(expert=3), "4 experts cannot be dealt out to 3"),
+        ("mixtral", Parallelism(expert=3), "4 experts cannot be divided evenly among 3"),
         ("mixtral", Parallelism(tensor=2, expert=2, expert_tensor=5), "experts.* cannot be cut into 5"),
     ],
 )

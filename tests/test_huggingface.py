@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file that transformers alone reads": (
         lambda d: edit_config(d, transformers_weights="other.safetensors"),
-        "transformers read 'other.safetensors'; engines read model.safetensors",
+        "transformers reads 'other.safetensors', and engines read model.safetensors",
     ),
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),

@@ -170,7 +170,7 @@ def test_what_no_engine_takes_is_refused(
 
 
 def test_transformers_does_nothing_with_them_beside_blocks(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(PrecisionError, match="does nothing with scales of a KV cache beside fp8.*compressed-tensors"):
+    with pytest.raises(PrecisionError, match="ignores scales of a KV cache beside fp8.*compressed-tensors"):
         export(source, tmp_path / "out", "transformers", "block")
 
 

@@ -110,7 +110,7 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
             "none of this model's; was a part of it frozen",
         ),
         ("llama-3", lambda saved: saved["state"][3].update(exp_avg=torch.zeros(5)), "not of its shape"),
-        ("llama-3", lambda saved: saved["state"][3].update(step=torch.tensor(9.0)), "other numbers of updates"),
+        ("llama-3", lambda saved: saved["state"][3].update(step=torch.tensor(9.0)), "different numbers of updates"),
         (
             "llama-3",
             lambda saved: saved["state"].update({99: saved["state"][0]}),

@@ -81,8 +81,8 @@ def test_an_update_of_two_passes_exchanges_no_more_than_it_must(
         ("llama-3", ParallelSettings(tensor=4), "2 query groups cannot be shared evenly by 4 ranks"),
         ("llama-2", ParallelSettings(tensor=3), "4 attention heads cannot be shared evenly by 3 ranks"),
         ("deepseek-v3", ParallelSettings(tensor=8), "4 attention heads"),
-        ("llama-3", ParallelSettings(expert=2), "0 experts cannot be dealt out"),
-        ("mixtral", ParallelSettings(expert=3), "4 experts cannot be dealt out to parallel.expert = 3"),
+        ("llama-3", ParallelSettings(expert=2), "0 experts cannot be divided evenly"),
+        ("mixtral", ParallelSettings(expert=3), "4 experts cannot be divided evenly among parallel.expert = 3"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: ParallelSettings, message: str) -> None:
@@ -108,7 +108,7 @@ def test_sizes_that_ranks_do_not_have_are_refused(changes: list[str], message: s
 def test_tensor_ranks_have_the_same_rows_and_others_have_their_own() -> None:
     """Of 4 rows, 2 ranks of tensor parallelism make all of them together: so many make an update still."""
     world.check(4, load_recipe("bf16", ["parallel.tensor=4", "train.batch_size=1"]))
-    with pytest.raises(RecipeError, match="cannot be dealt out to 2 ranks"):
+    with pytest.raises(RecipeError, match="cannot be divided evenly among 2 ranks"):
         world.check(4, load_recipe("bf16", ["parallel.tensor=2", "train.batch_size=1"]))
 
 

@@ -95,7 +95,7 @@ def rewrite(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda saved: saved["state"][1].update(step=torch.tensor(9.0)), "other numbers of updates"),
+        (lambda saved: saved["state"][1].update(step=torch.tensor(9.0)), "different numbers of updates"),
         (lambda saved: saved["state"][1].update(momentum_buffer=torch.zeros(5)), "momentum_buffer"),
         (lambda saved: saved["state"].update({99: saved["state"][1]}), "parameter 99, which is in none of its groups"),
         (lambda saved: [one.update(exp_avg=one["exp_avg"].bool()) for one in saved["state"].values()], "is bool"),

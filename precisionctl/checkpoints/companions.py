@@ -119,7 +119,7 @@ def read_companions(directory: Path) -> Companions:
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
     unknown = [path.name for path in there if kinds[path.name] is None and not path.is_dir()]
-    notes = [f"Stays behind, as nothing here knows what it is: {_listed(unknown)}."] if unknown else []
+    notes = [f"Left behind, because nothing here knows what it is: {_listed(unknown)}."] if unknown else []
     return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes))
 
 

@@ -69,7 +69,7 @@ class DcpOptimizer:
         if len(counts) > 1 or min(counts) < 0:
             said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
             raise CheckpointError(
-                f"its parameters had other numbers of updates: {said}", where=where, do=DROP_OPTIMIZER
+                f"its parameters had different numbers of updates: {said}", where=where, do=DROP_OPTIMIZER
             )
         return next(iter(counts))
 

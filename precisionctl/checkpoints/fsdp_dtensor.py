@@ -52,7 +52,7 @@ class FsdpDtensorReader(TorchDistReader):
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
-        """Raises CheckpointError where parameters had other numbers of updates."""
+        """Raises CheckpointError where parameters had different numbers of updates."""
         if len(self._counts) > 1:
             raise CheckpointError(other_counts(self._counts), where=self.path, do=DROP_OPTIMIZER)
         states = {name: spec for name, spec in self._of_optimizer.items() if name not in self._steps}

@@ -187,7 +187,7 @@ class HubName:
                 what = "no such path, and as a name on the Hub: it cannot be reached, and its cache has no such model"
                 return EnvironmentProblem(what, where=self, do=do)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-                do = "Make room, or set HF_HOME to another disk; the same command goes on with the download."
+                do = "Make room, or set HF_HOME to another disk; the same command continues the download."
                 return DiskProblem("no room for the download", where=self, do=do)
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = f"the Hub refused the download ({status})" if status else f"the download failed: {error}"

@@ -66,7 +66,8 @@ class HuggingFaceReader:
         chosen = self.config.get("transformers_weights")
         if chosen not in (None, self._spelling.single, self._spelling.index):
             raise DamagedCheckpoint(
-                f"`transformers_weights` has transformers read {shown(chosen)}; engines read {self._spelling.single}",
+                f"with `transformers_weights`, transformers reads {shown(chosen)}, "
+                f"and engines read {self._spelling.single}",
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )

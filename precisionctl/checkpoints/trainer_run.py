@@ -168,7 +168,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def other_counts(updates: Iterable[int]) -> str:
     """In words, that Adam has counted each parameter's updates by itself: one count has no place for it."""
-    return f"its parameters had other numbers of updates: {shown(sorted(updates))}"
+    return f"its parameters had different numbers of updates: {shown(sorted(updates))}"
 
 
 def number(value: object, path: Path) -> int:

@@ -280,7 +280,7 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
     if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
-        raise click.UsageError("eval needs either --data, which --against is for, or --tasks, which --limit is for.")
+        raise click.UsageError("eval needs either --data (and --against is for it) or --tasks (and --limit is for it).")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.export.model_card import write_quality

@@ -118,7 +118,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
         run = _trainer_run(source)
         if run is None:
             raise MappingError(
-                "the source has no optimizer, without which DeepSpeed does not go on from a checkpoint",
+                "the source has no optimizer, and DeepSpeed cannot continue without one",
                 do="Write --to hf, and start the run from these weights.",
             )
         iteration = run.updates if source.reader.iteration is None else source.reader.iteration

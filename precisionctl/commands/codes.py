@@ -204,7 +204,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
         "weights": ", ".join(dtypes),
         "format": method.name,
         "scheme": scheme,
-        "codes and scales": "those that the weights had before; where values have changed since, made anew",
+        "codes and scales": "those that the weights had before; new ones where values have changed",
         "input scales": "as they were, or of what was recorded since"
         if fixed
         else _BY_ENGINE

@@ -94,9 +94,9 @@ def _in_words(setting: object) -> str:
 def unread_notes(reader: Reader) -> Iterator[str]:
     """Notes on what nothing here reads of the run that saved the source."""
     if isinstance(reader, DcpModelReader) and reader.left:
-        yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
+        yield f"Left behind, because they are not weights: {len(reader.left)} tensors of the optimizer and of the run."
     if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
-        yield f"What is not read of the optimizer stays behind: {reader.unread}."
+        yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
 
@@ -149,7 +149,7 @@ def companion_notes(reader: Reader) -> Iterator[str]:
     yield from reader.companions.notes
     if code := reader.companions.code:
         yield (
-            f"Code of the model's own travels with it, as bytes: {', '.join(code)}. Nothing here has run it; whoever "
+            f"The model's own code is copied as it is: {', '.join(code)}. Nothing here has run it; whoever "
             "opens the result with trust_remote_code (vLLM, SGLang: --trust-remote-code) does."
         )
 

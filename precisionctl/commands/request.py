@@ -112,7 +112,7 @@ class Request:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_VALUES)}.")
         if self.to == "hf" and self.parallelism != ONE_RANK:
-            raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
+            raise RecipeError("Hugging Face directories are not split for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
@@ -120,7 +120,7 @@ class Request:
             raise RecipeError(f"FP8 weights are not written as {self.container}", do="Leave --container out.")
         if self.container == DEEPSPEED and (self.precision not in ("keep", "fp32") or self.drop_optimizer):
             raise RecipeError(
-                "DeepSpeed goes on from FP32 masters and an optimizer",
+                "DeepSpeed needs FP32 masters and an optimizer",
                 do="Leave --precision and --drop-optimizer out; --to hf has the weights alone.",
             )
         if self.architecture is not None and self.reference is not None:
@@ -140,9 +140,11 @@ class Request:
         if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
             raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
         if self.target is not None and not self.for_inference:
-            raise RecipeError(f"what {self.target} reads is no such result", do="Ask for hf in fp8, as Request.export.")
+            raise RecipeError(
+                f"this result is not what {self.target} reads", do="Ask for hf in fp8, as Request.export."
+            )
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
-            raise RecipeError("schemes, caches and ranks are those of an engine", do="Name a target.")
+            raise RecipeError("schemes, caches and ranks are for an engine", do="Name a target.")
         if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
             raise RecipeError("--include and --exclude choose what becomes FP8 codes", do="Leave them out.")
         if self.target == TE:

@@ -70,9 +70,9 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     if request.to == "megatron":
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
     if run.left:
-        yield f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}."
+        yield f"Left behind, because it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}."
     if source.trained and request.container == "torch":
-        yield "Go on from it with --no-load-rng: the states of random generators are not in this format here."
+        yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
 def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:

@@ -116,7 +116,7 @@ def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str
     if given.of_weights is None:
         yield f"{file} does not say with which weights its FP8 state was recorded; it is used as it is."
     elif given.of_weights != digest:
-        yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used all the same."
+        yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway."
     both = own.modules.keys() & given.modules.keys() if own else ()
     instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
     yield f"The FP8 state of {len(given.modules)} modules is that of {file}{instead}."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FAILED = "failed"
-_AGAIN = "Mend that, and run the same command again on all of them: it goes on where they stopped."
+_AGAIN = "Fix that, and run the same command again on all of them: it continues where they stopped."
 _RENDEZVOUS = timedelta(minutes=10)
 _BEAT = 5.0
 """Seconds between two heartbeats of a rank."""

@@ -48,7 +48,7 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
         )
     if method.name not in engine.cache:
         raise PrecisionError(
-            f"{engine.title} does nothing with scales of a KV cache beside {method.name} weights",
+            f"{engine.title} ignores scales of a KV cache beside {method.name} weights",
             do="Leave --kv-cache out"
             + (f", or choose a scheme of {' or '.join(sorted(engine.cache))}." if engine.cache else "."),
         )

@@ -130,14 +130,14 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         )
     if recipe.train.batch_size % (ranks // each * recipe.train.micro_batch_size):
         raise RecipeError(
-            f"train.batch_size {recipe.train.batch_size} cannot be dealt out to {ranks // each} ranks in passes of "
-            f"{recipe.train.micro_batch_size} rows",
+            f"train.batch_size {recipe.train.batch_size} cannot be divided evenly among {ranks // each} ranks in "
+            f"passes of {recipe.train.micro_batch_size} rows",
             do=f"Choose a multiple of {ranks // each * recipe.train.micro_batch_size}.",
         )
     passes = recipe.train.batch_size // (ranks // each * recipe.train.micro_batch_size)
     if sizes.virtual > 1 and passes % sizes.pipeline:
         raise RecipeError(
-            f"stages that interleave take passes in groups of {sizes.pipeline}, and an update has {passes}",
+            f"interleaved stages need passes in groups of {sizes.pipeline}, and an update has {passes}",
             do=f"Choose train.batch_size or train.micro_batch_size for a multiple of {sizes.pipeline} passes.",
         )
 

@@ -125,7 +125,7 @@ def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
     ranks, heads, groups = parallelism.tensor, model.num_attention_heads, model.num_query_groups
     if heads % ranks or (groups % ranks and ranks % groups):
         raise ShapeMismatch(
-            f"{heads} heads in {groups} query groups cannot be dealt out to {ranks} tensor-parallel ranks",
+            f"{heads} heads in {groups} query groups cannot be divided evenly among {ranks} tensor-parallel ranks",
             do="Choose --tp that divides the heads, and is a multiple or a divisor of the groups.",
         )
     experts = model.moe.num_experts if model.moe else 0
@@ -133,6 +133,6 @@ def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
         raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts", do="Leave --ep out.")
     if experts % parallelism.expert:
         raise ShapeMismatch(
-            f"{experts} experts cannot be dealt out to {parallelism.expert} ranks",
+            f"{experts} experts cannot be divided evenly among {parallelism.expert} ranks",
             do="Choose --ep that divides the number of experts.",
         )

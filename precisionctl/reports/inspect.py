@@ -259,7 +259,7 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the sizes of a model say; of one that no table here describes, that."""
     if "num_layers" not in model:
-        return [("table", "none of this family: read off the directory, for Hugging Face's layout alone")]
+        return [("table", "none for this family: converts from Hugging Face to Hugging Face only")]
     padding = model["padded_vocab_size"] - model["vocab_size"]
     return [
         ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),

@@ -211,7 +211,7 @@ def rests_on(readiness: Readiness) -> str:
     recorded = f"{measured}; activations and gradients were recorded in {passes} pass{'es' * (passes != 1)}"
     if passes >= PASSES.value:
         return f"{recorded}."
-    return f"{recorded}, which is little: a verdict on a run wants {PASSES.shown} or more over data like the run's."
+    return f"{recorded}, which is little: a verdict on a run needs {PASSES.shown} or more, over data like the run's."
 
 
 def to_measure(readiness: Readiness, checkpoint: str) -> list[str]:

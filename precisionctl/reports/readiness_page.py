@@ -196,7 +196,7 @@ def _remedies_panel(readiness: Readiness) -> str:
         worst = min((finding.remedy for finding in health.findings), key=list(REMEDIES).index)
         return Cell(steps[worst], texts[worst], f"{name}: {'; '.join(finding.words for finding in health.findings)}")
 
-    words = "The strongest of what was found under any scaling; the verdicts above tell the scalings apart."
+    words = "The strongest finding under any scaling. The verdicts above are by scaling."
     items = [(steps[remedy], text) for remedy, text in REMEDIES.items()]
     return (
         paragraph(words)

@@ -123,7 +123,11 @@ def corpus(made: Corpus, out: Path) -> list[str]:
     if made.signal:
         return [f"Stopped by {made.signal}.", "The same command continues from there."]
     of_them = "" if made.learned is None else f", of which {made.learned:,} are to be learned ({out}{LEARNED})"
-    masked = [] if made.learned is None else ["Megatron has no place for what is to be learned, and learns all tokens."]
+    masked = (
+        []
+        if made.learned is None
+        else ["Megatron's files cannot mark the tokens to learn, so Megatron learns from all tokens."]
+    )
     return [
         f"Wrote {out}{BIN} and {out}{IDX}: {made.documents:,} documents, {made.tokens:,} tokens{of_them}.",
         *made.notes,

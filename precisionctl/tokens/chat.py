@@ -106,7 +106,7 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     elif chat.prompt:
         prompt, _ = template.render(chat.messages[: chat.prompt], chat, where)
         if not text.startswith(prompt):
-            raise DataError("the chat template rewrites the prompt, so where it ends cannot be told", where=where)
+            raise DataError("the chat template rewrites the prompt, so its end cannot be found", where=where)
         spans = [span for span in spans if span[0] >= len(prompt)]
     # Not by transformers' own mask, which marks everything after a marked span that ends in a space without a token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -182,7 +182,7 @@ def _added(i: int, text: str, chat: Conversation, template: ChatTemplate, where:
     after, _ = template.render(chat.messages[: i + 1], chat, where)
     if not (text.startswith(after) and after.startswith(before)):
         raise DataError(
-            "the chat template rewrites earlier messages, so the assistant's words cannot be told apart",
+            "the chat template rewrites earlier messages, so the assistant's text cannot be found",
             where=where,
             do="Mark them in the template with {% generation %} ... {% endgeneration %}.",
         )

@@ -45,7 +45,7 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     method = recognise(reader.config)
     if (packed := in_four_bits(reader)) and not (method and method.spelling and method.spelling.four_bits):
         raise UnknownFormat(
-            f"the rules here say nothing of {next(iter(packed.values())).name} as this directory spells it",
+            f"there are no rules for {next(iter(packed.values())).name} as this directory stores it",
             where=reader.path,
             do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )

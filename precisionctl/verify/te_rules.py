@@ -60,7 +60,7 @@ def check_te(reader: Reader) -> list[Finding]:
     where its tensors are not the model's."""
     if not isinstance(reader, TeDirectory):
         raise UnknownFormat(
-            f"{TITLE} is given Hugging Face directories, this is {reader.container}",
+            f"{TITLE} reads Hugging Face directories, and this is {reader.container}",
             where=reader.path,
             do=f"Make one: precisionctl export-inference {reader.path} DST --target te",
         )

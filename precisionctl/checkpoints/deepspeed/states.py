@@ -74,7 +74,7 @@ class ModelStates:
         self.content = read_states(path)
         if "ds_autoep_layers" in self.content or self.content.get("num_experts") not in (None, []):
             raise CheckpointError(
-                "experts that DeepSpeed has dealt out to ranks (its MoE layers, or AutoEP)", where=path, do=_EXPERTS
+                "experts that DeepSpeed has distributed over ranks (its MoE layers, or AutoEP)", where=path, do=_EXPERTS
             )
         with damage(WHAT, path):
             self.module = {_name(name): one for name, one in self.content["module"].items()}

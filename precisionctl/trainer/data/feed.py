@@ -24,7 +24,7 @@ def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
     each, rest = divmod(len(rows), ranks)
     if rest:
         raise DataError(
-            f"{len(rows)} rows of an update cannot be dealt out to {ranks} ranks evenly",
+            f"{len(rows)} rows of an update cannot be divided evenly among {ranks} ranks",
             do="Choose a train.batch_size that the number of ranks divides.",
         )
     return rows[rank * each : (rank + 1) * each]

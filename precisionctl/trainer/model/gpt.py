@@ -98,7 +98,7 @@ class GPT(nn.Module):
         if self.model.dsa and longest > self.model.dsa.topk:
             raise RecipeError(
                 f"a text of {longest} tokens, of which sparse attention would choose {self.model.dsa.topk}",
-                do="The trainer computes it for texts as short as that alone, where it is dense.",
+                do=f"Sparse attention is not computed here: use texts of at most {self.model.dsa.topk} tokens.",
             )
         if packed is None:  # `[S]`
             position = torch.arange(length, device=device)

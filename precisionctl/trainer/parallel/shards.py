@@ -159,6 +159,6 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     experts = moe.num_experts if moe else 0
     if sizes.expert > 1 and (not experts or experts % sizes.expert):
         raise RecipeError(
-            f"{experts} experts cannot be dealt out to parallel.expert = {sizes.expert} ranks evenly",
+            f"{experts} experts cannot be divided evenly among parallel.expert = {sizes.expert} ranks",
             do="Choose a number that divides them." if experts else "Leave parallel.expert out.",
         )

@@ -269,7 +269,7 @@ def check(count: int, recipe: Recipe) -> None:
         )
     if recipe.train.batch_size % rows:
         raise RecipeError(
-            f"train.batch_size {recipe.train.batch_size} cannot be dealt out to {rows} ranks evenly",
+            f"train.batch_size {recipe.train.batch_size} cannot be divided evenly among {rows} ranks",
             do=f"Choose a multiple of {rows}, or another number of ranks.",
         )
     if recipe.optimizer.preset == "fp8-lm" and sizes.replicate != count:

@@ -21,7 +21,7 @@ def files_of(path: Path) -> list[Path]:
     indexed = [file for file in found if file.suffix == ".idx" and file.with_suffix(".bin") in found]
     if indexed:
         raise DataError(
-            f"{indexed[0].name} is Megatron's, and such data sets are named one by one",
+            f"{indexed[0].name} is Megatron's data, which must be named by itself",
             where=path,
             do="Give the path without .idx; several are a blend, data.blend in a recipe.",
         )
