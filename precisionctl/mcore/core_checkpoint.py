@@ -16,7 +16,7 @@ from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
-from precisionctl.trainer.saved.loading import balance_args
+from precisionctl.trainer.saved.balance import balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 _CONTENT = {

@@ -37,6 +37,7 @@ from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
 from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
 from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.saved.balance import balance_notes
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
 from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, stop_signals
 
@@ -204,7 +205,7 @@ def _train(
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
-            notes = (*memory_notes, *_notes(plan, ranks.count), *rows.notes, *log.notes)
+            notes = (*memory_notes, *_notes(plan, ranks.count), *rows.notes)
             said = (plan.load, plan.skipped, plan.backend, disk)
             on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
@@ -273,7 +274,7 @@ def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
     yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
-    yield from loading.balance_notes(plan.model, plan.balance)
+    yield from balance_notes(plan.model, plan.balance)
     overrides = plan.settings.overrides
     yield from loading.loading_notes(plan.recipe, plan.schedule, plan.source, plan.skipped, overrides)
     if plan.recipe.train.async_save:

@@ -39,6 +39,7 @@ from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.saved.balance import balance_notes
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.saved.saving import Saver
@@ -178,7 +179,7 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
         if run.world.first:
             log = stack.enter_context(closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))))
             rolled_back = (rollback.words,) if rollback else ()
-            notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
+            notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *fp8.notes)
             on_start(
                 Started(
                     setup.recipe,
@@ -268,6 +269,6 @@ def _notes(setup: _Setup, run: Run) -> Iterator[str]:
     if setup.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
         yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in setup.skipped else how}"
-    yield from loading.balance_notes(setup.model, setup.balance)
+    yield from balance_notes(setup.model, setup.balance)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

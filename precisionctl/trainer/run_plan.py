@@ -25,6 +25,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.saved.balance import balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
@@ -90,7 +91,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
-    balance = loading.balance_of(source, recipe.router)
+    balance = balance_of(source, recipe.router)
     return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
 
 
