@@ -30,6 +30,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 DROP_OPTIMIZER = "--drop-optimizer leaves the optimizer behind."
 """What to do about an optimizer that cannot be told, or has no place in the result."""
@@ -173,6 +174,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+
+
+def nearest_path(path: Path) -> str:
+    """Advice for a path that is not there: the one beside it that was perhaps meant; empty if there is none."""
+    try:
+        beside = [each.name for each in path.parent.iterdir()]
+    except OSError:  # the folder is not there, is a file, or is not ours to list
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"Did you mean {path.parent / near[0]}?" if near else ""
 
 
 def require_package(name: str, extra: str, what: str) -> None:

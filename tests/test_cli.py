@@ -105,6 +105,40 @@ def test_an_unrecognised_directory_is_one_error_that_names_what_was_looked_for(t
     assert not result.stdout
 
 
+def test_a_folder_that_has_a_checkpoint_in_it_is_answered_with_that_one(tmp_path):
+    pico.save(tmp_path / "models" / "llama")
+    (tmp_path / "empty").mkdir()
+    assert f"Did you mean {tmp_path / 'models' / 'llama'}?" in run("inspect", tmp_path / "models").stderr
+    assert "The directory is empty." in run("inspect", tmp_path / "empty").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["resume", "model", "--precision=fp8", "--data=txt.txt"], "Did you mean text.txt?"),
+        (["resume", "model", "--precision=fp8", "--recipe=smal.toml"], "Did you mean small.toml?"),
+        (["resume", "model", "--precision=fp8", "--set=steps=3"], "--set train.steps=100"),
+        (["export-inference", "model", "out", "--target=te", "--fp8-state=small.tml"], "Did you mean small.toml?"),
+        (
+            ["export-inference", "model", "out", "--target=te", "--fp8-state=small.toml"],
+            "that `precisionctl calibrate`",
+        ),
+        (["export-inference", "model", "out"], "Give vllm, sglang, tensorrt-llm"),
+        (["compare", "model", "modle"], "Did you mean model?"),
+        (["calibrate", "model", "--data=empty", "--out=state", "--sequence-length=8"], "Give text, JSONL"),
+        (["convert", "model", "/proc/out", "--to=megatron"], "Is the path right, and may you read and write there?"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, words, advice):
+    pico.save(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").touch()
+    (tmp_path / "small.toml").write_text("[data]\nsequence_length = 8\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--recipe=small.toml"] if words[0] == "resume" and not any("recipe" in word for word in words) else []
+    assert advice in run(*words, *recipe).stderr
+
+
 def test_debug_shows_where_an_error_came_from(tmp_path):
     result = run("--debug", "inspect", tmp_path)
     assert result.exit_code == 1

@@ -205,5 +205,5 @@ def test_data_without_a_token_and_data_that_is_not_there_are_refused(place: Path
     (place / "none.jsonl").write_text("")
     with pytest.raises(DataError, match="nothing to tokenize"):
         made(place, "x", data="none.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file or directory"):
         made(place, "y", data="nowhere.jsonl")

@@ -168,6 +168,19 @@ def test_a_path_that_is_mistyped_is_answered_with_the_one_that_was_meant(tmp_pat
         assert "Give a path that exists" in CliRunner().invoke(main, ["inspect", text]).stderr
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/org/model", "org/model"),
+        ("https://huggingface.co/org/model/tree/v1.0/", "org/model@v1.0"),
+        ("http://hf.co/org/model/tree/refs/pr/3", "org/model@refs/pr/3"),
+    ],
+)
+def test_the_address_of_a_model_s_page_is_answered_with_its_name(address: str, name: str) -> None:
+    with pytest.raises(UnknownFormat, match=f"Did you mean {name},"):
+        HubName.read(address)
+
+
 @pytest.mark.parametrize("text", ["s3://bucket/model", "gs://bucket/model", "hdfs://host/model"])
 def test_object_storage_is_refused_with_how_to_copy(text: str) -> None:
     with pytest.raises(UnknownFormat, match="object storage is not read.*rclone copy"):

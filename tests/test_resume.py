@@ -158,6 +158,8 @@ def test_another_run_in_the_folder_is_refused_by_what_differs(
         "iter_0000999/metadata.json",
         "iter_0000002.partial/__0_0.distcp",
         "latest_checkpointed_iteration.txt",
+        "config.json",
+        "model-00001-of-00002.safetensors",
     ],
 )
 def test_a_folder_with_checkpoints_of_another_program_is_refused_and_left_as_it_is(

@@ -4,9 +4,8 @@
 import errno
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from glob import escape
 from json import JSONDecodeError
 from pathlib import Path
@@ -19,9 +18,14 @@ from precisionctl.errors import (
     PrecisionctlError,
     RecipeError,
     UnknownFormat,
+    nearest_path,
 )
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
+_PAGE = re.compile(
+    r"https?://(?:huggingface|hf)\.co/(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?:tree|commit)/(?P<revision>[\w./-]+?))?/?"
+)
+"""The address of a model in a browser."""
 _REMOTE = re.compile(r"[a-z][a-z0-9+]*://.+")
 _OURS = re.compile(r"precisionctl/\w[\w.-]*")
 """Our own folder in a checkpoint: its FP8 state."""
@@ -50,6 +54,9 @@ class HubName:
         path = Path(text)
         if path.exists():
             return None
+        if page := _PAGE.fullmatch(text):
+            name = HubName(page["repo"], page["revision"])
+            raise UnknownFormat("the address of a page", where=text, do=f"Did you mean {name}, as on the Hub?")
         if _REMOTE.fullmatch(text):
             raise UnknownFormat(
                 "object storage is not read, as weights are read by ranges of files",
@@ -59,16 +66,10 @@ class HubName:
         found, folder = _NAME.fullmatch(text), path.parent
         if found and not folder.exists():
             return HubName(found["repo"], found["revision"], weights)
-        beside: list[str] = []
-        with suppress(OSError):  # the folder may be a file, or not ours to list
-            beside = [each.name for each in folder.iterdir()]
-        near = get_close_matches(path.name, beside, n=1)
         raise UnknownFormat(
             "no such file or directory" if folder == Path() or not folder.exists() else f"no such path in {folder}",
             where=text,
-            do=f"Did you mean {folder / near[0]}?"
-            if near
-            else "Give a path that exists, or a name on the Hub, as ORG/NAME or ORG/NAME@REVISION.",
+            do=nearest_path(path) or "Give a path that exists, or a name on the Hub, as ORG/NAME or ORG/NAME@REVISION.",
         )
 
     def download(

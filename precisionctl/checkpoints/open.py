@@ -1,15 +1,19 @@
 """Open the checkpoint at a path: each container recognises its own; known formats that are not read are named."""
 
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from precisionctl import checkpoints
 from precisionctl.checkpoints import foreign
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import PrecisionctlError, UnknownFormat
 
 _log = logging.getLogger(__name__)
+_LOOKED_INTO = 100
+"""Folders in one that is no checkpoint."""
 
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
@@ -29,5 +33,15 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
             _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
             return reader
     foreign.check_unread(path)
+    raise UnknownFormat("no checkpoint is recognised there", where=path, do=_advice(path, containers))
+
+
+def _advice(path: Path, containers: Sequence[Container]) -> str:
+    """What to do about a directory that is no checkpoint."""
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    for folder in inside[:_LOOKED_INTO]:
+        with suppress(PrecisionctlError, OSError):
+            if folder.is_dir() and any(container.recognise(folder) for container in containers):
+                return f"Did you mean {folder}?"
     looked_for = "; ".join(container.looked_for for container in containers)
-    raise UnknownFormat("no checkpoint is recognised there", where=path, do=f"Looked for: {looked_for}.")
+    return f"Looked for: {looked_for}." if inside else "The directory is empty."

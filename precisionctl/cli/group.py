@@ -189,7 +189,8 @@ def in_our_words(error: Exception) -> PrecisionctlError:
     if isinstance(error, PrecisionctlError):
         return error
     if isinstance(error, OSError):
-        return SystemProblem(error.strerror or str(error), where=error.filename or "")
+        do = "Is the path right, and may you read and write there?"
+        return SystemProblem(error.strerror or str(error), where=error.filename or "", do=do)
     return unexpected(error)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import UnknownFormat, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -20,20 +20,31 @@ GO_ON = 75
 TOO_FAR = 3
 """Exit code of `compare` where a run is further from the first than its gate allows."""
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
 DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
 POSITIVE = click.IntRange(min=1)
 Callback = Callable[..., Any]
 
 
-class CheckpointPath(click.Path):
-    """A path that exists, or a HubName, which the command downloads when it begins."""
+class ExistingPath(click.Path):
+    """A path that exists. One that does not is answered with the one that was perhaps meant."""
 
     name = "path"
 
+    def __init__(self, **kinds: bool) -> None:
+        super().__init__(exists=True, path_type=Path, **kinds)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).exists():
+            self.fail(f"'{value}': no such file or directory. {nearest_path(Path(value))}".rstrip(), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class CheckpointPath(ExistingPath):
+    """A path that exists, or a HubName, which the command downloads when it begins."""
+
     def __init__(self, *, weights: bool = True) -> None:
-        super().__init__(exists=True, path_type=Path)
+        super().__init__()
         self.weights = weights
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -47,7 +58,16 @@ class CheckpointPath(click.Path):
 
 
 CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
-RUN = click.Path(exists=True, path_type=Path)
+RUN, FILE = ExistingPath(), ExistingPath(dir_okay=False)
+
+
+class EngineName(click.ParamType[str]):
+    """What an export is for, by name: one that comes along, or from another package. Commands look it up."""
+
+    name = "engine"
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
+        return f"Give {getattr(param, 'help', None)}"
 
 
 class Percent(click.ParamType[float]):

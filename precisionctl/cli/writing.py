@@ -12,6 +12,7 @@ from precisionctl.cli.options import (
     GO_ON,
     NEW_PATH,
     POSITIVE,
+    EngineName,
     Size,
     Writing,
     exclude_option,
@@ -140,7 +141,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 )
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
-@click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm, transformers or te.")
+@click.option("--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers or te.")
 @click.option(
     "--scheme",
     type=click.Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),

@@ -102,7 +102,8 @@ def read(path: Path) -> Fp8States:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
+        do = "Give a file that `precisionctl calibrate` or a recorder wrote, and copy it again if it is one."
+        raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path, do=do) from error
     try:
         text = metadata.get(_KEY, "")
         if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory

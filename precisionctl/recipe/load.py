@@ -12,7 +12,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from precisionctl.errors import RecipeError, nearest
+from precisionctl.errors import RecipeError, nearest, nearest_path
 from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
@@ -31,7 +31,8 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
-            raise RecipeError(f"--set wants section.key=value, not {override!r}")
+            what = f"--set wants section.key=value, not {override!r}"
+            raise RecipeError(what, do="Such as --set train.steps=100; docs/recipes.md has all keys.")
         where, value = f"--set {override}", _toml_value(text)
         _set(table, key, value, where)
         hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
@@ -87,9 +88,8 @@ def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
     try:
         return bundled[str(name)]
     except KeyError:
-        raise RecipeError(
-            f"no recipe {name}", do=f"Give a TOML file or a bundled one. {nearest(str(name), bundled)}"
-        ) from None
+        advice = nearest_path(beside / name) or nearest(str(name), bundled)
+        raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or a bundled one. {advice}") from None
 
 
 def bundled_recipes() -> Mapping[str, Path]:

@@ -20,8 +20,8 @@ import numpy as np
 
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.output import lock, open_kept, replace_file, sync
-from precisionctl.errors import DataError, DiskProblem, OutputError
+from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
+from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.formats.find import files_of, records
@@ -83,7 +83,7 @@ def make_corpus(
         raise OutputError("nothing of this command's", where=partial, do="Choose another OUT, or remove it.")
     alone = any((tokenizer / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     companions = read_companions(tokenizer) if alone else open_checkpoint(tokenizer).companions
-    try:
+    with disk_problems(Output(out)):
         partial.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             file = stack.enter_context(open_kept(partial / _LOCK))
@@ -96,9 +96,6 @@ def make_corpus(
             if not made.signal:
                 _finish(partial, out, made)
         return made
-    except OSError as error:
-        do = "Make room and run the same command again, which continues."
-        raise DiskProblem(f"the disk failed: {error.strerror}", where=partial, do=do) from error
 
 
 def _check_free(out: Path) -> None:

@@ -44,7 +44,8 @@ def sample_of(record: Record) -> Sample:
             except _BadRow as problem:
                 raise DataError(str(problem), where=record.where) from None
     known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
-    raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
+    what = f"a row with none of the known keys: {str(dict(record.row))[:80]}"
+    raise DataError(what, where=record.where, do=f"A row has {known}.")
 
 
 def _sharegpt(row: JsonRow) -> Conversation:

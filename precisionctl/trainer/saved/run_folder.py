@@ -116,8 +116,8 @@ def newest(out: Path) -> TorchDistReader | None:
     """
     steps = _iterations(out, "")
     others = [path for path in (*steps.values(), *_iterations(out, _PARTIAL).values()) if not _is_ours(path)]
-    if (out / TRACKER).exists() and not steps:
-        others.append(out / TRACKER)
+    if not steps:
+        others += [file for name in (TRACKER, "config.json", "*.safetensors") for file in out.glob(name)]
     if others:
         what = f"{others[0].name} is there, and no run of this program wrote it"
         raise OutputError(what, where=out, do="Choose another --out.")

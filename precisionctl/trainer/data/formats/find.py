@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.discover import discover
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
 from precisionctl.trainer.data.formats.base import Format, Record
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or all visible files below a directory in the order of their paths. Raises DataError for a directory
-    without files, or with a Megatron data set."""
+    """The file, or all visible files below a directory in the order of their paths. Raises DataError for a path that is
+    not there, and for a directory without files, or with a Megatron data set."""
+    if not path.exists():
+        raise DataError("no such file or directory", where=path, do=nearest_path(path))
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
@@ -24,7 +26,7 @@ def files_of(path: Path) -> list[Path]:
             do="Give the path without .idx; several are a blend, data.blend in a recipe.",
         )
     if not found:
-        raise DataError("no files", where=path)
+        raise DataError("no files", where=path, do="Give text, JSONL, JSON or parquet, or a folder of them.")
     return found
 
 
