@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
@@ -295,6 +295,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
+
+ABSENT = {
+    name: FAMILIES.pop(name)
+    for name, its in [*FAMILIES.items()]
+    if its.get("model_type", "llama") not in CONFIG_MAPPING
+}
+"""Those that the installed transformers does not have: InternLM3 is newer than 5.17."""
 
 NOT_TRAINED: dict[str, dict[str, Any]] = {
     "nemotron-h": {

@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -42,18 +42,21 @@ MAY_IMPORT, ONLY_HERE = read_table()
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(file: Path, *, types: bool = True) -> Iterator[str]:
+@cache
+def imports(file: Path, *, types: bool = True) -> list[str]:
     """Dotted names that a file imports, wherever in it, and `types` those for type checkers alone; `from a import b`
     gives `a.b`, which may be a module."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if not types:
         tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: imports are written out"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def unit_of(file: Path) -> str:
@@ -68,7 +71,7 @@ def covers(allowed: str, name: str) -> bool:
 def test_a_unit_imports_only_what_the_table_allows(file):
     unit = unit_of(file)
     if unit == "__init__":
-        assert not list(imports(file))
+        assert not imports(file)
         return
     allowed = MAY_IMPORT[unit] | {unit, "__version__"}
     ours = [name.removeprefix("precisionctl.") for name in imports(file) if name.startswith("precisionctl.")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "precisionctl" / "trainer" / "backends"
-OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("te_modules.py", "te.py", "te_graphs.py")))
+OURS = ast.parse("\n".join(file.read_text() for file in sorted(FOLDER.glob("te*.py"))))
 VERSION = "2.20.2"
 
 ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
