@@ -1,7 +1,7 @@
 """A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
 begins with it, and `--dry-run` ends here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ class RunPlan:
         """The recipe's held-out data; None if it has none."""
         data = self.recipe.data
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
+
+    def notes(self) -> Iterator[str]:
+        """What the user is to know of it, whatever trains."""
+        yield from loading.loading_notes(self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
+        if self.source.fp8 is not None and not self.recipe.precision.fp8:
+            how = "is carried along in the sidecar, unused"
+            if self.settings.collect_amax:
+                how = "goes on with what is collected"
+            yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in self.skipped else how}"
+        yield from loading.balance_notes(self.model, self.balance)
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
         """The identity of this run (`run_folder.identity`) with data of this fingerprint."""

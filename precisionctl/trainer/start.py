@@ -9,7 +9,7 @@ that has seen no token starts with the largest amax of the other experts in its 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -68,7 +68,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     scale 1 and empty histories everywhere. `sidecar_state` is what the checkpoint itself carried along unused. Raises
     MappingError for state of another number of experts."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
-    carried, left = _unused((*state.usable, state.outdated, sidecar_state), linears)
+    carried, left = unused(state, sidecar_state, linears)
     if not linears:
         return Fp8Start({}, carried, left)
     fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
@@ -159,12 +159,12 @@ def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
     return all(bool(state.roles[role].recorded_each.all()) for role in IN_USE if role != "weight")
 
 
-def _unused(
-    ways: Iterable[Fp8States | None], linears: Mapping[str, Fp8Linear]
+def unused(
+    state: KnownState, sidecar_state: Fp8States | None, linears: Collection[str]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
-    """The state of modules that are not FP8 linears of the run, to be carried along: from the first of `ways` that has
-    any, as they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
-    rests = [states.without(linears) for states in ways if states]
+    """The state of modules that are not FP8 `linears` of the run, to be carried along: from the first that has any, as
+    they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
+    rests = [states.without(linears) for states in (*state.usable, state.outdated, sidecar_state) if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
     notes = (f"older FP8 state of {len(left)} modules is left behind, e.g. of {left[0]}",) if left else ()

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_wrappers
+import torch
 from conversations import write_rows
 from judges import LLAMA_3_1
-from training import WORDS, make_source, make_text
+from training import WORDS, contents, make_source, make_text
+
+from precisionctl import api
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 
 STEPS, FROM, KILLED, BACK = 60, 10, 34, 40
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -165,6 +171,26 @@ def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path
     said, _ = started.communicate(timeout=300)
     assert started.returncode == 1 and "optimizer of a tied embedding wrongly" in said
     assert not list((tmp_path / "core").glob("iter_*"))
+
+
+def test_what_is_not_trained_is_saved_as_by_the_bundled_trainer(tmp_path: Path) -> None:
+    """A wrapper's towers, how weights were codes, FP8 state that nothing uses, and what Bridge reads of the model."""
+    tiny_wrappers.save(tmp_path / "plain", "llava", dtype=torch.bfloat16)
+    request = api.Request.export(tmp_path / "plain", tmp_path / "source", "vllm", "dynamic")
+    api.convert(request, workers=1)
+    state = Fp8States(DelayedScaling(amax_history_len=4), {"decoder.layers.1.mlp.linear_fc2": Fp8State.fresh(4)})
+    sidecar.write(tmp_path / "source" / sidecar.RELATIVE, state)
+    make_text(tmp_path / "text.txt")
+    for out, options in (("bundled", ()), ("core", ("--engine", "megatron-core"))):
+        for steps in (2, 3):  # the second time it goes on
+            said = finish(
+                start(tmp_path, out, *options, "--set", f"train.steps={steps}", "--set", "schedule.kind=constant")
+            )
+            assert steps == 3 or "FP8 state is carried along in the sidecar, unused" in said
+    bundled, core = (contents(tmp_path / out / "iter_0000003", "run.json") for out in ("bundled", "core"))
+    saved = {name for name in bundled if name.startswith("precisionctl/") or name == "run_config.yaml"}
+    assert {"precisionctl/encodings.safetensors", "precisionctl/hf/towers.safetensors", str(sidecar.RELATIVE)} < saved
+    assert {name: bundled[name] for name in saved} == {name: core.get(name) for name in saved}
 
 
 def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:
