@@ -21,11 +21,13 @@ from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitec
 from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
 from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
+from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
 from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run_plan import dry_run
 from precisionctl.trainer.settings import Settings
 
 LLAMA_3_70B = {
@@ -66,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_core(place: Path, out: str = "core", source: str = "source", **changes: Any) -> Settings:
-    return replace(settings(place / source, place / "text.txt", place / out, **changes), engine="megatron-core")
+    return settings(place / source, place / "text.txt", place / out, **changes)
 
 
 def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer(place: Path) -> None:
@@ -110,7 +112,7 @@ def test_what_megatron_core_is_not_asked_for_is_refused_before_anything_is_read(
     place: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RecipeError, match=words):
-        train_in_core.dry_run(in_core(place, "refused", **changes))
+        dry_run(in_core(place, "refused", **changes), CORE)
     assert not (place / "refused").exists()
 
 
@@ -149,7 +151,7 @@ def test_stages_interleave_only_with_as_many_passes_as_stages_or_a_multiple(
 def test_a_model_that_megatron_core_computes_otherwise_is_left_to_the_bundled_trainer(place: Path) -> None:
     make_source(place / "gemma", family="gemma2")
     with pytest.raises(UnknownArchitecture, match=r"computes `gemma2` otherwise.*Leave --engine out"):
-        train_in_core.dry_run(in_core(place, source="gemma"))
+        dry_run(in_core(place, source="gemma"), CORE)
 
 
 def test_the_bundled_trainer_points_to_megatron_core_for_pipelines(place: Path) -> None:
@@ -164,7 +166,7 @@ def test_without_megatron_core_the_error_says_what_to_install(place: Path, monke
 
 
 def test_a_dry_run_tells_the_memory_in_megatron_core(place: Path) -> None:
-    said = "\n".join(lines_of(train_in_core.dry_run(in_core(place, "dry"))))
+    said = "\n".join(lines_of(dry_run(in_core(place, "dry"), CORE)))
     assert "from step 0 to 6" in said and "Memory of each rank" in said
     assert not (place / "dry").exists()
 

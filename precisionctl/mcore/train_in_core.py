@@ -26,16 +26,14 @@ from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
-from precisionctl.trainer import run_plan
-from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space, require_memory
+from precisionctl.trainer.measure.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
-from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
+from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
 from precisionctl.trainer.start import unused
@@ -56,31 +54,24 @@ def resume(
     require_core()
     with together() as ranks, stand_ins():
         recipe = read_recipe(settings)
-        check(settings, recipe, ranks.count)
-        with core_world(ranks, recipe) as world:
-            plan = plan_run(settings, recipe, ranks.count)
-            check_model(plan.model, recipe)
-            check_balance(plan.balance)
-            if recipe.precision.fp8 and plan.backend != "te":
-                raise EnvironmentProblem(
-                    "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
-                    do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
-                )
-            with locked(plan.out, world):
-                return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
+        plan = plan_run(settings, recipe, ranks.count, CORE)
+        if recipe.precision.fp8 and plan.backend != "te":
+            raise EnvironmentProblem(
+                "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+            )
+        with core_world(ranks, recipe) as world, locked(plan.out, world):
+            return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
 
 
-def dry_run(settings: Settings) -> DryRun:
-    """As `run_plan.dry_run`, for Megatron-Core, which need not be installed. Raises as `resume`."""
+def _check(plan: RunPlan, ranks: int) -> None:
+    check(plan.settings, plan.recipe, ranks)
+    check_model(plan.model, plan.recipe)
+    check_balance(plan.balance)
 
-    def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-        check(settings, recipe, ranks)
-        check_model(model, recipe)
-        return look_ahead_in_core(model, recipe, backend, ranks)
 
-    dry = run_plan.dry_run(settings, look_ahead)
-    check_balance(dry.plan.balance)
-    return dry
+CORE = TrainingEngine(_check, look_ahead_in_core)
+"""Megatron-Core, which need not be installed for it."""
 
 
 def require_core() -> None:

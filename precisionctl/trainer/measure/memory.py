@@ -7,6 +7,7 @@ counted as the trainer's modules save them, which tests compare with what autogr
 counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import indexer, mlp, projections
 from precisionctl.trainer.model import delta_rule
-from precisionctl.trainer.model.loss import CHUNK, CHUNK_ON_CPU
+from precisionctl.trainer.model.loss import most_in_fp32
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
-    passes = pass_bytes(model, recipe, backend)
+    passes = pass_bytes(model, recipe, backend, most_in_fp32(gpu=gpu))
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
@@ -134,9 +135,9 @@ def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool)
     return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
-def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
-    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss and what a layer's
-    backward take besides."""
+def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, logits_in_fp32: float = math.inf) -> int:
+    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss, which has so many
+    logits in FP32 at most, and what a layer's backward take besides."""
     kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
@@ -147,7 +148,7 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
         widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
     numbers = model.padded_vocab_size * tokens // kept.tensor
-    logits = LOGIT * numbers + LOGIT_IN_FP32 * min(numbers, CHUNK_ON_CPU if backend == "emulated" else CHUNK)
+    logits = LOGIT * numbers + LOGIT_IN_FP32 * min(numbers, logits_in_fp32)
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
