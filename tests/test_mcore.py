@@ -24,6 +24,7 @@ from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
+from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
@@ -196,3 +197,13 @@ def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> Non
     mixture, recipe = from_hf_config(QWEN_3_30B), load_recipe("qwen3-30b-a3b-cpt")
     apart = core_memory(mixture, replace(recipe, parallel=ParallelSettings(expert=8, pipeline=2)), "te", ranks=16)
     assert apart.weights < 2 * 30.53e9 / 2 / 5  # experts, its largest part, over eight
+
+
+def test_megatrons_loss_holds_all_logits_in_fp32_and_the_bundled_trainers_a_chunk() -> None:
+    """Megatron's vocab_parallel_cross_entropy was measured at 6 bytes for a logit; the mask of its padding adds 2."""
+    model, recipe = replace(from_hf_config(QWEN_3_30B), num_layers=1, moe=None), load_recipe("qwen3-30b-a3b-cpt")
+    larger = replace(model, padded_vocab_size=model.padded_vocab_size + 1024)
+    core = [core_memory(each, recipe, "te", ranks=8).passes for each in (model, larger)]
+    assert core[1] - core[0] == 8 * 1024 * recipe.data.sequence_length
+    on_gpu, on_cpu = (estimate(model, recipe, "emulated", gpu=gpu).passes for gpu in (True, False))
+    assert on_gpu - on_cpu == 8 * (2**24 - 2**18)  # a chunk is as large as the device wants it, whatever the backend

@@ -16,6 +16,12 @@ def most_in_fp32(*, gpu: bool) -> int:
     return CHUNK if gpu else CHUNK_ON_CPU
 
 
+def loss_bytes(logits: int, *, gpu: bool) -> int:
+    """Bytes of so many BF16 logits and their gradients, and of a chunk of them in FP32 with another number that is made
+    of each."""
+    return (2 + 2) * logits + (4 + 4) * min(logits, most_in_fp32(gpu=gpu))
+
+
 def loss(
     logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = NO_TENSOR_PARALLELISM
 ) -> tuple[Tensor, Tensor]:
