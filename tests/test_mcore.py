@@ -1,6 +1,8 @@
 """`--engine megatron-core` as far as it can be looked at without starting it, and what it starts from: a run's
 checkpoint, which megatron-core loads whole. tests/peers/test_megatron_engine.py trains."""
 
+import logging
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from precisionctl.conversion.ranks import ALONE
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
 from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
+from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
@@ -207,3 +210,22 @@ def test_megatrons_loss_holds_all_logits_in_fp32_and_the_bundled_trainers_a_chun
     assert core[1] - core[0] == 8 * 1024 * recipe.data.sequence_length
     on_gpu, on_cpu = (estimate(model, recipe, "emulated", gpu=gpu).passes for gpu in (True, False))
     assert on_gpu - on_cpu == 8 * (2**24 - 2**18)  # a chunk is as large as the device wants it, whatever the backend
+
+
+def test_warnings_of_one_rank_go_to_the_runs_folder_and_errors_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron, root = logging.getLogger("megatron.core"), list(logging.getLogger().handlers)
+    with core_log() as goes_to, warnings.catch_warnings(action="default"):
+        megatron.warning("early")
+        goes_to(tmp_path)
+        warnings.warn("late", stacklevel=1)
+        megatron.warning("Overwriting old incomplete / corrupted checkpoint...")
+        megatron.error("wrong")
+    with core_log() as goes_to:
+        goes_to(None)
+        megatron.warning("of another rank")
+    told = (tmp_path / "megatron.log").read_text()
+    assert all(word in told for word in ("early", "UserWarning: late", "wrong"))
+    assert "corrupted" not in told and "another" not in told
+    assert capsys.readouterr().err == "wrong\n" and logging.getLogger().handlers == root

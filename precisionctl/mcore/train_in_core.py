@@ -20,6 +20,7 @@ from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitec
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
@@ -52,7 +53,7 @@ def resume(
     for what it is not asked for here."""
     until = deadline(settings.time_limit)
     require_core()
-    with together() as ranks, stand_ins():
+    with together() as ranks, core_log() as log_goes_to, stand_ins():
         recipe = read_recipe(settings)
         plan = plan_run(settings, recipe, ranks.count, CORE)
         if recipe.precision.fp8 and plan.backend != "te":
@@ -61,6 +62,7 @@ def resume(
                 do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
             )
         with core_world(ranks, recipe) as world, locked(plan.out, world):
+            log_goes_to(plan.out if world.first else None)
             return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
 
 
