@@ -36,22 +36,24 @@ class _NoStream:
 def stand_ins() -> Iterator[None]:
     """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. Most stand-ins stay
     in the process."""
-    _mend()
-    if torch.cuda.is_available():
+    let_adam_of_pytorch_be_loaded()
+    _mend_padding()
+    with contextlib.nullcontext() if torch.cuda.is_available() else without_cuda():
         yield
-        return
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """The same of what it asks of a GPU alone."""
     _stand_in_for_cuda()
     with _CudaToCpu():
         yield
 
 
 @cache
-def _mend() -> None:
-    from megatron.core.optimizer import distrib_optimizer
+def _mend_padding() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
     count_loads = TopKRouter._apply_expert_bias
 
     def without_padding(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
@@ -90,9 +92,15 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
+@cache
+def let_adam_of_pytorch_be_loaded() -> None:
     """Where neither Transformer Engine nor Apex is, the optimizer is PyTorch's. That has no state before its first step
     and counts updates for each parameter, where a checkpoint has one count for all."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    distributed: Any = distrib_optimizer.DistributedOptimizer
     set_state, sharded = distributed._set_main_param_and_optimizer_states, distributed.sharded_state_dict
 
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
