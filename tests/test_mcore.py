@@ -18,8 +18,10 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.conversion.known_state import KnownState
 from precisionctl.conversion.ranks import ALONE
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
 from precisionctl.mcore.core_log import core_log
@@ -31,8 +33,8 @@ from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
-from precisionctl.trainer.run_plan import dry_run
-from precisionctl.trainer.settings import Settings
+from precisionctl.trainer.run_plan import dry_run, plan_run
+from precisionctl.trainer.settings import Settings, read_recipe
 
 LLAMA_3_70B = {
     "model_type": "llama",
@@ -229,3 +231,16 @@ def test_warnings_of_one_rank_go_to_the_runs_folder_and_errors_are_shown(
     assert all(word in told for word in ("early", "UserWarning: late", "wrong"))
     assert "corrupted" not in told and "another" not in told
     assert capsys.readouterr().err == "wrong\n" and logging.getLogger().handlers == root
+
+
+def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: Path) -> None:
+    """It has no warm-up; and it multiplies by routers' weights before experts' linear_fc2."""
+    asked = in_core(place, precision="fp8")
+    planned = plan_run(asked, read_recipe(asked), 1, CORE)
+    _, notes = train_in_core._carried_state(planned, None)
+    assert "no FP8 state: activations and gradients start at scale 1" in notes[0]
+    experts, recorded = replace(planned.plan, model=from_hf_config(QWEN_3_30B)), Fp8State.fresh(1024)
+    for producer, said in (("precisionctl", True), ("transformer_engine", False)):
+        states = Fp8States(DelayedScaling(), {"decoder.layers.0.mlp.experts.linear_fc2": recorded}, producer=producer)
+        _, notes = train_in_core._carried_state(replace(planned, plan=experts, known=KnownState((states,))), None)
+        assert any("without the router's weights" in note for note in notes) == said

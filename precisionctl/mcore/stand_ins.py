@@ -65,7 +65,7 @@ def _mend_padding() -> None:
 
 @cache
 def _stand_in_for_cuda() -> None:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     cuda: Any = torch.cuda
@@ -82,7 +82,17 @@ def _stand_in_for_cuda() -> None:
         return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
 
     tensor.type = type_on_gpu
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
+    # Dropout is 0, so that layers which are computed again need no states
+    random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    again = random.CheckpointFunction.backward
+
+    def compute_again(*arguments: Any) -> Any:
+        with _CudaToCpu():  # the mode around a backward is not that of what it computes again
+            return again(*arguments)
+
+    random.CheckpointFunction.backward = staticmethod(compute_again)
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 

@@ -37,7 +37,7 @@ from precisionctl.trainer.resume import Finished, Started, locked, read_data
 from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
-from precisionctl.trainer.start import unused
+from precisionctl.trainer.start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, deadline, stop_signals
 
 _OLDEST = (0, 16)
@@ -60,6 +60,11 @@ def resume(
             raise EnvironmentProblem(
                 "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
                 do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+            )
+        if recipe.parallel.context > 1 and plan.backend != "te":
+            raise EnvironmentProblem(
+                "context parallelism in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                do="Leave parallel.context out.",
             )
         with core_world(ranks, recipe) as world, locked(plan.out, world):
             log_goes_to(plan.out if world.first else None)
@@ -224,8 +229,11 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
     path, known, delayed = plan.source.path, plan.known, plan.recipe.precision.keeps_state
     beside = sidecar.find(path) if path and "fp8" not in plan.skipped else None
     states, left = unused(known, beside, plan.plan.gemms if delayed else ())
-    if delayed and known.current is None:
+    current = known.current
+    if delayed and current is None:
         left += (f"{known.why_none}: activations and gradients start at scale 1, as Megatron-Core has no warm-up",)
+    elif delayed and plan.model.moe and current and not current.has_router_weights:
+        left += (f"{FC2_OF_EXPERTS} without the router's weights, which Megatron-Core multiplies them by",)
     return states, (*known.notes, *left)
 
 

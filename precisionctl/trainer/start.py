@@ -28,7 +28,7 @@ from precisionctl.fp8.carry import (
     under_recipe,
 )
 from precisionctl.fp8.numerics import amax, change_recipe
-from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.loop import backward
@@ -49,7 +49,11 @@ StateOrigin = Literal[
 CALIBRATED = "precisionctl calibrate"
 """The `producer` of state from `calibrate`."""
 
-_PRODUCERS: Mapping[str, StateOrigin] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
+_PRODUCERS: Mapping[str, StateOrigin] = {
+    COLLECTED: "collected in BF16 training",
+    CALIBRATED: "calibrated",
+    BY_RECORDER: "calibrated",
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     }
     change = carry_state(Fp8States(recipe, first), amax_by_module(_weight_amax(run, linears), shapes), recipe)
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
+    if any(states.has_router_weights for states in state.usable):
+        left += (f"{FC2_OF_EXPERTS} with the router's weights, as Megatron-Core has them, and here they come after it",)
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
@@ -113,6 +119,9 @@ def continue_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -
         assert saved is not None, "an FP8 run with linears that keep state saves it"
         linear.set_fp8_state(saved.modules[name])
     return Fp8Start({"carried": _all_gemms(linears)} if linears else {}, carried)
+
+
+FC2_OF_EXPERTS = "the first steps may saturate: inputs of experts' linear_fc2 were recorded"
 
 
 def _shape(linear: Fp8Linear) -> tuple[int, ...]:
