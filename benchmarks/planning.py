@@ -69,7 +69,7 @@ def child(source: Path, target: str) -> dict[str, Any]:
     """One plan in this process, and the shares of ranks by it."""
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.commands.request import Request
-    from precisionctl.conversion.convert import files_of_ranks
+    from precisionctl.conversion.convert import parts_of_ranks
     from precisionctl.conversion.estimate import PLANNED
 
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
@@ -80,10 +80,12 @@ def child(source: Path, target: str) -> dict[str, Any]:
     shares = {}
     for count in RANKS:
         start = time.process_time()
-        files = files_of_ranks(command.plan, command.writer, count)
-        sizes = [sum(share.values()) for share in files]
+        parts = parts_of_ranks(command.plan, command.writer, count)
+        sizes = [sum(map(len, part.values())) for part in parts]
+        files = [file for part in parts for file in part]
         shares[count] = {
-            "most_files": max(map(len, files)),
+            "most_files": max(map(len, parts)),
+            "cut_files": len(files) - len(set(files)),
             "mean_gb": statistics.mean(sizes) / 1e9,
             "most_over_mean": max(sizes) / statistics.mean(sizes),
             "cpu_s": time.process_time() - start,

@@ -1,3 +1,3 @@
-"""Carry Megatron and Hugging Face checkpoints, with their FP8 state, between BF16 and FP8."""
+"""Convert LLM checkpoints between training and inference formats, and between BF16, FP8 and four bits."""
 
 __version__ = "0.1.0"

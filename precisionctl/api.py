@@ -7,6 +7,7 @@ the package is not. Errors are of the tree in `precisionctl.errors`, whose class
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import Layout
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import Readiness
@@ -171,6 +172,14 @@ def download(name: str) -> Path:
     return Path(name) if found is None else found.download(progress=False)
 
 
+@dataclass(frozen=True)
+class StoredAs:
+    """A tensor's logical shape, and the dtype of what is stored; bytes for codes of four bits."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Checkpoint(Mapping[str, Tensor]):
     """The tensors of an open checkpoint, by logical name: one for each layer and expert, without ranks or stages, in
     Hugging Face's or Megatron's names and shapes (`layout`).
@@ -207,10 +216,10 @@ class Checkpoint(Mapping[str, Tensor]):
         """The state of delayed scaling (amax histories, scales) by Megatron's modules; None if there is none."""
         return self._reader.fp8
 
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
+    @cached_property
+    def specs(self) -> Mapping[str, StoredAs]:
         """Shape, and dtype as stored, of every tensor."""
-        return self._reader.specs
+        return {name: StoredAs(spec.shape, spec.dtype.torch) for name, spec in self._reader.specs.items()}
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         """Rows `[start, start + count)` of a tensor, `[count, columns]`; a vector is one column. For tensors that are

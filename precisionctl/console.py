@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -18,7 +18,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -60,6 +60,11 @@ def show_lines(lines: Sequence[str]) -> None:
         _out.print(printable(line), soft_wrap=True, markup=False)
 
 
+def note(line: str) -> None:
+    """Print a line on stderr: what goes on, which is no result."""
+    _err.print(printable(line), soft_wrap=True, markup=False)
+
+
 def _draw(table: Table) -> RichTable:
     title = Text(printable(table.title))  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
@@ -89,32 +94,36 @@ def show_error(error: PrecisionctlError) -> None:
 @contextmanager
 def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A progress bar of bytes on stderr; call what it yields with the number of further bytes."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=_err,
-        disable=quiet,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with _bar(what, *columns, quiet=quiet, total=total) as update:
+        yield lambda count: update(advance=count)
 
 
 @contextmanager
 def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar of rows on stderr; call what it yields with the number done and the number of all."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_err
-    ) as progress:
-        tasks: list[TaskID] = []  # created by the first call, as only one of several ranks is called
+    with _bar(what, MofNCompleteColumn(), TimeRemainingColumn()) as update:
+        yield lambda done, total: update(completed=done, total=total)
 
-        def on_rows(done: int, total: int) -> None:
-            tasks[:] = tasks or [progress.add_task(what, total=total)]
-            progress.update(tasks[0], completed=done, total=total)
 
-        yield on_rows
+@contextmanager
+def _bar(
+    what: str, *columns: ProgressColumn, quiet: bool = False, total: int | None = None
+) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, which appears with the first call of what it yields (`Progress.update`), so that an
+    error before that stands alone, and of several ranks only the one that is called has one."""
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
+    task = progress.add_task(what, total=total)
+
+    def update(**changes: Any) -> None:
+        progress.start()
+        progress.update(task, **changes)
+
+    try:
+        yield update
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 class RunView:
@@ -134,7 +143,7 @@ class RunView:
 
     def tokenized(self, count: int) -> None:
         """Show the number of tokens made so far, as tokenizing may take hours before a run starts."""
-        _err.print(f"tokenized {count:,}")
+        note(f"tokenized {count:,}")
 
     def start(self, title: str, steps: int) -> None:
         """Show that a run which ends at step `steps` starts."""
@@ -154,7 +163,7 @@ class RunView:
 
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
-        _err.print(line, soft_wrap=True, markup=False)
+        note(line)
 
 
 LOG_EVERY = 10

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.fp8.elements import Element, Packing, element_of
 from precisionctl.fp8.encoding import CODES
 
@@ -103,7 +102,7 @@ class TensorSpec:
     in a file, and `dtype` is that of their bytes in memory."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     parallel: Parallel = REPLICATED
     packing: Packing | None = None
 
@@ -139,10 +138,10 @@ class TensorSpec:
     @property
     def stored_dtype(self) -> str:
         """PyTorch's name for what a file has."""
-        return self.packing.element.stored if self.packing else str(self.dtype).removeprefix("torch.")
+        return self.packing.element.stored if self.packing else self.dtype.value
 
 
 @lru_cache(maxsize=4096)
-def shared_spec(shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel = REPLICATED) -> TensorSpec:
+def shared_spec(shape: tuple[int, ...], dtype: DType, parallel: Parallel = REPLICATED) -> TensorSpec:
     """The TensorSpec of these, as one object for all tensors that are so: 100,000 of a model are of a few dozen."""
     return TensorSpec(shape, dtype, parallel)

@@ -1,5 +1,7 @@
 """Precision: the numerics of a run or a target, and presets."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -97,7 +99,7 @@ class Precision:
         layer = re.match(r"decoder\.layers\.(\d+)\.", module)
         return layer is None or int(layer[1]) >= self.num_layers_at_start_in_bf16
 
-    def of_layers(self, number: int) -> "Precision":
+    def of_layers(self, number: int) -> Precision:
         """The same precision for a model with this number of layers: the last ones that stay in BF16 are added to
         `keep_bf16` by name. Raises RecipeError if no layer is left for FP8."""
         at_start, at_end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import write_rows
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, TensorSpec
@@ -32,11 +33,11 @@ NAMES = ONCE | {f"decoder.layers.{layer}.{name}": form for layer in range(2) for
 MOMENTS = ("exp_avg", "exp_avg_sq", "param")
 
 
-def specs(dtype: torch.dtype = torch.bfloat16, optimizer: bool = False) -> dict[str, TensorSpec]:
+def specs(dtype: DType = DType.bfloat16, optimizer: bool = False) -> dict[str, TensorSpec]:
     found = {name: TensorSpec(shape, dtype, parallel) for name, (shape, parallel) in NAMES.items()}
     if optimizer:
         moments = {
-            f"optimizer.state.{kind}.{name}": dataclasses.replace(spec, dtype=torch.float32)
+            f"optimizer.state.{kind}.{name}": dataclasses.replace(spec, dtype=DType.float32)
             for kind in MOMENTS
             for name, spec in found.items()
         }
@@ -46,11 +47,11 @@ def specs(dtype: torch.dtype = torch.bfloat16, optimizer: bool = False) -> dict[
 
 def values(wanted: dict[str, TensorSpec]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {name: torch.randn(spec.shape).to(spec.dtype) for name, spec in wanted.items()}
+    return {name: torch.randn(spec.shape).to(spec.dtype.torch) for name, spec in wanted.items()}
 
 
 def write(directory: Path, tensors: dict[str, Tensor], fp8: Fp8States | None = None, **settings: Any) -> None:
-    wanted = specs(tensors["output_layer.weight"].dtype, optimizer=len(tensors) > len(NAMES))
+    wanted = specs(DType.of(tensors["output_layer.weight"].dtype), optimizer=len(tensors) > len(NAMES))
     writer = TorchDistWriter(directory, MODEL, wanted, **settings)
     writer.lay_out()
     for name, tensor in tensors.items():

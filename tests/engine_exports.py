@@ -1,7 +1,6 @@
 """config.json and specs of a small Llama as each engine takes them."""
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, quant_methods
@@ -19,9 +18,9 @@ LINEARS = {
     f"{LAYER}.mlp.down_proj": (256, 384),
 }
 BF16 = {
-    "model.embed_tokens.weight": TensorSpec((512, 256), torch.bfloat16),
-    f"{LAYER}.input_layernorm.weight": TensorSpec((256,), torch.bfloat16),
-    "lm_head.weight": TensorSpec((512, 256), torch.bfloat16),
+    "model.embed_tokens.weight": TensorSpec((512, 256), DType.bfloat16),
+    f"{LAYER}.input_layernorm.weight": TensorSpec((256,), DType.bfloat16),
+    "lm_head.weight": TensorSpec((512, 256), DType.bfloat16),
 }
 
 

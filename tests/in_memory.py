@@ -13,6 +13,7 @@ from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.export.encode import WeightFormat, encode, in_scheme
 from precisionctl.fp8.encoding import Encoding
@@ -40,7 +41,7 @@ class InMemory:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in self.tensors.items()}
+        return {name: TensorSpec(tuple(values.shape), DType.of(values.dtype)) for name, values in self.tensors.items()}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [Chunk(whole(self.specs[name]), self.tensors[name])]
@@ -71,18 +72,18 @@ def no_progress() -> Iterator[Callable[[int], None]]:
 def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMemory:
     """The same model in Megatron's layout."""
     plan = make_plan(reader, "megatron", parallelism=parallelism)
-    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in plan.targets.items()}
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype.torch) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "megatron", tensors, companions=reader.companions)
     convert.run(plan, reader, made)
     made.finish(reader.fp8)
     return made
 
 
-def to_hf(reader: Reader, *, respelled: bool = False, dtype: torch.dtype | None = None) -> InMemory:
+def to_hf(reader: Reader, *, respelled: bool = False, dtype: DType | None = None) -> InMemory:
     """The same model in Hugging Face's layout; what nothing writes stays NaN."""
     plan = make_plan(reader, "hf", respelled=respelled, dtype=dtype)
     nan = float("nan")
-    tensors = {name: torch.full(spec.shape, nan, dtype=spec.dtype) for name, spec in plan.targets.items()}
+    tensors = {name: torch.full(spec.shape, nan, dtype=spec.dtype.torch) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "hf", tensors, companions=reader.companions)
     convert.run(plan, reader, made)
     return made
@@ -112,7 +113,7 @@ def export(
 ) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
-    values = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
+    values = make_plan(source, "hf", dtype=DType.bfloat16, respelled=True)
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"]))
     directory.mkdir()
     writer = HuggingFaceWriter(

@@ -53,7 +53,7 @@ class LocalHub:
         elif revision not in REVISIONS:
             status, why = 404, "RevisionNotFound"
         elif kind == "revision":
-            listed = [{"rfilename": name} for name in sorted(files)]
+            listed = [{"rfilename": name, "size": file.stat().st_size} for name, file in sorted(files.items())]
             body = json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": listed}).encode()
         elif kind == "tree":
             entries = [

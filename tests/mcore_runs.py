@@ -14,6 +14,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 
@@ -42,7 +43,7 @@ def trained(
     }
     plan = make_plan(source, "megatron")
     specs = {
-        f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, torch.float32, spec.parallel)
+        f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, DType.float32, spec.parallel)
         for name, spec in plan.targets.items()
         for kind in kinds_of(name)
     }

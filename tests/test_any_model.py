@@ -22,6 +22,7 @@ from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
+from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
@@ -85,9 +86,7 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "read_model", untabled)
 
 
-def matrices(
-    *names: str, shape: tuple[int, ...] = (64, 32), dtype: torch.dtype = torch.bfloat16
-) -> dict[str, TensorSpec]:
+def matrices(*names: str, shape: tuple[int, ...] = (64, 32), dtype: DType = DType.bfloat16) -> dict[str, TensorSpec]:
     return {name: TensorSpec(shape, dtype) for name in names}
 
 
@@ -146,9 +145,9 @@ def test_every_word_of_what_is_no_gemm_is_known_and_no_other() -> None:
 
 def test_a_gemm_is_a_matrix_of_values_in_a_layer() -> None:
     name = "model.layers.0.q_proj.weight"
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+    for dtype in (DType.bfloat16, DType.float16, DType.float32, DType.float8_e4m3fn):
         assert why_not_gemms(matrices(name, dtype=dtype)) == {}
-    assert why_not_gemms(matrices(name, dtype=torch.int8)) == {name: "no values"}
+    assert why_not_gemms(matrices(name, dtype=DType.int8)) == {name: "no values"}
     for shape in ((64,), (0, 32), (64, 0), (4, 64, 32)):
         assert why_not_gemms(matrices(name, shape=shape)) == {name: "no matrix of a linear"}
     assert why_not_gemms(matrices("model.layers.0.q_proj.table")) == {
@@ -168,11 +167,11 @@ def test_beside_a_language_model_every_other_part_is_a_tower() -> None:
 def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_people_do() -> None:
     keeping = ["A_log", "D", "dt_bias", "e_score_correction_bias", "correction_bias", "expert_bias"]
     names = [f"model.layers.0.mixer.{name}" for name in [*keeping, "bias", "A_log_proj", "Dt"]]
-    kept = [row.megatron for row in rows(matrices(*names, dtype=torch.float32)) if row.keeps_dtype]
+    kept = [row.megatron for row in rows(matrices(*names, dtype=DType.float32)) if row.keeps_dtype]
     assert sorted(kept) == sorted(names[: len(keeping)])
-    (counter,) = rows(matrices("model.steps", dtype=torch.int64))
+    (counter,) = rows(matrices("model.steps", dtype=DType.int64))
     assert counter.keeps_dtype and not counter.gemm
-    (codes,) = rows(matrices("model.layers.0.q_proj.weight", dtype=torch.float8_e4m3fn))
+    (codes,) = rows(matrices("model.layers.0.q_proj.weight", dtype=DType.float8_e4m3fn))
     assert codes.gemm and not codes.keeps_dtype and codes.stored == (64, 32)
     ordered = [f"model.layers.{layer}.fc{number}.weight" for layer in (0, 2, 10) for number in (1, 2, 11)]
     assert [row.megatron for row in rows(matrices(*reversed(ordered)))] == ordered
@@ -180,11 +179,11 @@ def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_
 
 def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_is_used() -> None:
     square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
-    biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
+    biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), DType.bfloat16)}
     assert not why_not_gemms(square | biases).keys() & square.keys()
     usual = matrices("h.0.mlp.c_fc.weight", shape=(128, 32))
-    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
-    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), torch.bfloat16)}
+    biases |= {"h.0.mlp.c_proj.bias": TensorSpec((32,), DType.bfloat16)}
+    biases |= {"h.0.mlp.c_fc.bias": TensorSpec((128,), DType.bfloat16)}
     reasons = why_not_gemms(square | usual | biases)
     assert {reasons.get(name) for name in square} == {"stored as [in, out]"} and not reasons.keys() & usual.keys()
 

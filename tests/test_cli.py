@@ -45,6 +45,34 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
     assert shown.splitlines()[-1] == "[]"
 
 
+def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
+    """In one process one after the other: descriptions of both layouts, plans, copies between Hugging Face directories
+    and out of Megatron's, and both compared."""
+    hf, megatron = (str(tmp_path / name) for name in ("hf", "megatron"))
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    assert run("convert", hf, megatron, "--to", "megatron").exit_code == 0
+    commands = [
+        ["inspect", hf],
+        ["inspect", megatron],
+        ["convert", megatron, f"{hf}-0", "--to", "hf", "--dry-run"],
+        ["convert", megatron, f"{hf}-1", "--to", "hf", "--verify"],
+        ["convert", hf, f"{hf}-2", "--to", "hf", "--max-shard-size", "60kB"],
+        ["verify", hf, megatron],
+        ["verify", f"{hf}-1", f"{hf}-2"],
+    ]
+    code = (
+        "import sys\n"
+        "from precisionctl.cli import main\n"
+        f"for command in {commands}:\n"
+        "    main(command, standalone_mode=False)\n"
+        "    assert 'torch._C' not in sys.modules, command\n"
+        "heavy = {'transformers', 'matplotlib', 'huggingface_hub', 'numpy.random', 'safetensors.torch'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_convert_verify_and_inspect_import_nothing_large_beside_torch(tmp_path):
     """In one process one after the other, so that what any of them imports is seen."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

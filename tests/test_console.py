@@ -49,6 +49,17 @@ def test_elsewhere_than_on_a_terminal_an_error_is_one_line_and_its_paths_are_who
     assert text.getvalue() == f"error[DataError]: no [text] in it ({path}). Give text.\n"
 
 
+def test_a_bar_is_drawn_when_something_is_done_and_not_before_an_error(shown: io.StringIO) -> None:
+    for progress in (console.bytes_progress("writing", 10), console.rows_progress("evaluating")):
+        with pytest.raises(DataError), progress:
+            raise DataError("")
+    assert shown.getvalue() == ""
+    with console.bytes_progress("writing", 10) as on_bytes, console.rows_progress("evaluating") as on_rows:
+        on_bytes(10)
+        on_rows(1, 2)
+    assert "writing" in shown.getvalue() and "10/10 bytes" in shown.getvalue() and "evaluating" in shown.getvalue()
+
+
 def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io.StringIO) -> None:
     with console.RunView() as view:
         view.start("FP8", 30)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pico
 import pytest
 import torch
@@ -12,13 +13,14 @@ from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.rearrange import Grouped
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.base import Bytes, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
@@ -41,7 +43,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, family: str, tensor_paralle
 def test_values_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     pico.save(tmp_path / "hf", dtype=dtype)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron")
-    assert {spec.dtype for spec in open_checkpoint(tmp_path / "megatron").specs.values()} == {dtype}
+    assert {spec.dtype for spec in open_checkpoint(tmp_path / "megatron").specs.values()} == {DType.of(dtype)}
     run(tmp_path / "megatron", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 
@@ -81,13 +83,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, to: st
 def test_all_bytes_are_moved_by_copies_for_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row's merge or split ever sees values: only row numbers, which are integers."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
-    seen: list[torch.dtype] = []
+    seen: list[np.dtype[Any]] = []
     merge = Grouped.merge
     monkeypatch.setattr(
         Grouped, "merge", lambda s, parts, m: (seen.extend(p.dtype for p in parts), merge(s, parts, m))[1]
     )
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", workers=1)
-    assert set(seen) == {torch.int64}
+    assert set(seen) == {np.dtype(np.int64)}
 
 
 def test_lowered_bytes_are_those_of_the_tensor_path(tmp_path: Path) -> None:
@@ -185,10 +187,10 @@ def test_verify_reads_back_what_is_on_the_disk_and_lists_checksums(
         assert manifest["sha256"][name] == hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
     assert set(manifest["sha256"]) == set(work.plan.targets)
 
-    def flips(target: Any, name: str, row: int, values: torch.Tensor) -> None:
-        values = values.clone()
+    def flips(target: Any, name: str, row: int, values: Bytes) -> None:
+        values = values.copy()
         if name == "decoder.final_layernorm.weight":
-            values.view(torch.uint8)[0, 0] ^= 1
+            values[0, 0] ^= 1
         write_rows(target, name, row, values)
 
     write_rows = worker.write_rows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from precisionctl.errors import DataError
 from precisionctl.recipe import Data, Share, Train
 from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_rows, share_of
-from precisionctl.trainer.data.blend import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
+from precisionctl.trainer.data.order import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
 from precisionctl.trainer.data.rows import pack
 
 with warnings.catch_warnings():

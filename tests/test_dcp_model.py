@@ -21,6 +21,7 @@ from precisionctl.checkpoints.dcp_model import _wrapper
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
 from precisionctl.reports import inspect
 
@@ -220,7 +221,7 @@ def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
     index = read_index(made)
     span = index.tensors["model.norm.weight"].pieces[0].span
     halves = (DcpPiece((0, 0), (3, 4), span), DcpPiece((2, 0), (3, 4), span))
-    write_index(made, Index({"model.norm.weight": DcpTensor((6, 4), torch.float32, halves)}, {}))
+    write_index(made, Index({"model.norm.weight": DcpTensor((6, 4), DType.float32, halves)}, {}))
     with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
         open_checkpoint(made)
 

@@ -20,6 +20,7 @@ from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.reports import inspect
 
@@ -143,7 +144,7 @@ def test_frozen_and_shared_parameters_are_read_where_they_are(tmp_path: Path, st
     reader = read(tmp_path / "run", tmp_path / "hf")
     assert_is(reader, states | {"": {}})
     for name, one in frozen.items():
-        assert reader.specs[name].dtype == torch.bfloat16 and torch.equal(read_tensor(reader, name), one)
+        assert reader.specs[name].dtype == DType.bfloat16 and torch.equal(read_tensor(reader, name), one)
     conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=tmp_path / "hf")
     assert weights_of(tmp_path / "out").keys() == weights.keys()
 
@@ -170,7 +171,7 @@ def test_without_zero_weights_are_read_as_the_model_has_them(tmp_path: Path, lla
     states = files.states_of(weights_of(llama))
     files.save(tmp_path / "run", states, 0, 1)
     reader = read(tmp_path / "run", llama)
-    assert {spec.dtype for spec in reader.specs.values()} == {torch.bfloat16} and not reader.optimizer_specs
+    assert {spec.dtype for spec in reader.specs.values()} == {DType.bfloat16} and not reader.optimizer_specs
     assert_is(reader, {"fp32": {name: one.bfloat16() for name, one in states["fp32"].items()}})
 
 

@@ -104,6 +104,16 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
 
 
+def test_the_readme_of_the_package_has_no_link_that_leads_nowhere_on_an_index() -> None:
+    made = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]["hooks"]
+    (fragment,) = made["fancy-pypi-readme"]["fragments"]
+    text, rest, _ = (ROOT / fragment["path"]).read_text(encoding="utf-8").partition(fragment["end-before"])
+    for each in made["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    assert rest and set(re.findall(r"\]\((.{8})", text)) == {"https://"}
+    assert "`convert`" in text and "serve a BF16 model with vLLM" in text  # words of links stay
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
 def test_no_document_has_markers_of_a_merge_in_it(document):
     assert not re.search("^(<<<<<<<|>>>>>>>) ", document.read_text(encoding="utf-8"), re.MULTILINE)

@@ -15,6 +15,7 @@ from precisionctl.commands import source as opening
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.findings import Findings
+from precisionctl.dtypes import DType
 from precisionctl.export import weight_encodings as weight_encodings_module
 from precisionctl.export.as_before import AsBefore
 from precisionctl.export.encode import Policy, WeightFormat, encode, in_scheme
@@ -27,7 +28,7 @@ from precisionctl.quant_methods.base import quant_methods
 
 
 def values_of(reader: HuggingFaceReader) -> Plan:
-    return make_plan(reader, "hf", dtype=torch.bfloat16, respelled=True)
+    return make_plan(reader, "hf", dtype=DType.bfloat16, respelled=True)
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "as before"])
@@ -44,7 +45,7 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
     first, second = encode(plan, made), encode(plan, made)
     assert plan.digest == before and not plan.encodes and not plan.codes
     assert first == second and first.digest != before
-    assert len(first.codes) == 14 and all(first.targets[name].dtype == torch.float8_e4m3fn for name in first.codes)
+    assert len(first.codes) == 14 and all(first.targets[name].dtype == DType.float8_e4m3fn for name in first.codes)
     written = [name for job in first.jobs for name in job.outputs]
     assert sorted(written) == sorted(first.targets), "every tensor of the result is written by one job"
 

@@ -14,13 +14,14 @@ import torch
 from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.dtypes import DType
 from precisionctl.engines.ignoring import by_name_or_regex
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
 from precisionctl.verify.engine_rules import check
 
 EVERYONE = set(ENGINES)
-FP32 = torch.float32
+FP32 = DType.float32
 
 
 class Made:
@@ -38,7 +39,7 @@ class Made:
                 for expert in range(2)
                 for part in ("gate", "up", "down")
             }
-            self.specs[f"{LAYER}.mlp.gate.weight"] = TensorSpec((2, 256), torch.bfloat16)
+            self.specs[f"{LAYER}.mlp.gate.weight"] = TensorSpec((2, 256), DType.bfloat16)
         for module, shape in linears.items():
             weight = TensorSpec(shape, CODES)
             self.specs[f"{module}.weight"] = weight
@@ -62,7 +63,7 @@ class Made:
         self.specs = {name.replace(f".{old}", f".{new}"): spec for name, spec in self.specs.items()}
         return self
 
-    def having(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = FP32) -> "Made":
+    def having(self, name: str, shape: tuple[int, ...], dtype: DType = FP32) -> "Made":
         self.specs[name] = TensorSpec(shape, dtype)
         return self
 
@@ -306,12 +307,12 @@ CASES = {
         set(),
     ),
     "UE8M0 scales, packed": (
-        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (256, 1), torch.int32),
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (256, 1), DType.int32),
         EVERYONE,
         set(),
     ),
     "UE8M0 scales, as bytes": (
-        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (2, 2), torch.float8_e8m0fnu),
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (2, 2), DType.float8_e8m0fnu),
         set(),
         set(),
     ),
@@ -426,7 +427,7 @@ def test_shapes_that_blocks_do_not_divide_are_found(case):
 
 
 def test_groups_of_32_need_inputs_of_32():
-    made = ct("mxfp8").having(f"{Q}.weight", (256, 240), CODES).having(f"{Q}.weight_scale", (256, 8), torch.uint8)
+    made = ct("mxfp8").having(f"{Q}.weight", (256, 240), CODES).having(f"{Q}.weight_scale", (256, 8), DType.uint8)
     assert [finding.where for finding in made.check("vllm")] == [f"{Q}.weight"]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_exports import BF16, ENGINES, LAYER, METHODS, exported
 
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.param import TensorSpec
@@ -68,7 +69,7 @@ def test_a_missing_scale_is_one_line_that_names_it(engine, scheme):
 def test_channel_scales_without_their_second_dimension_stop_vllm():
     config, specs = exported(ENGINES["vllm"], "dynamic")
     name = f"{LAYER}.self_attn.o_proj.weight_scale"
-    (line,) = findings(ENGINES["vllm"], config, specs | {name: TensorSpec((256,), torch.float32)})
+    (line,) = findings(ENGINES["vllm"], config, specs | {name: TensorSpec((256,), DType.float32)})
     assert line.startswith(f"{name}: shape [256], not [256, 1]")
 
 
@@ -84,9 +85,9 @@ def test_channel_scales_without_their_second_dimension_stop_vllm():
 def test_scales_as_llm_compressor_rounds_them_still_load(engine, scheme):
     config, specs = exported(engine, scheme)
     name = scale(engine, scheme, "self_attn.o_proj")
-    rounded = TensorSpec(specs[name].shape, torch.bfloat16)
+    rounded = TensorSpec(specs[name].shape, DType.bfloat16)
     assert findings(engine, config, specs | {name: rounded}) == []
-    (line,) = findings(engine, config, specs | {name: TensorSpec(rounded.shape, torch.int32)})
+    (line,) = findings(engine, config, specs | {name: TensorSpec(rounded.shape, DType.int32)})
     assert "int32" in line
 
 
@@ -103,7 +104,7 @@ def test_a_linear_left_in_bf16_must_be_ignored_by_name(engine, scheme):
     config, specs = exported(engine, scheme)
     module = f"{LAYER}.mlp.down_proj"
     values = {name: spec for name, spec in specs.items() if not name.startswith(module)}
-    values[f"{module}.weight"] = TensorSpec((256, 384), torch.bfloat16)
+    values[f"{module}.weight"] = TensorSpec((256, 384), DType.bfloat16)
     (line,) = findings(engine, config, values)
     assert line.startswith(f"{module}.weight") and "not ignored" in line
     ignored(engine, scheme, config).append(module)
@@ -116,7 +117,7 @@ def test_a_linear_left_in_bf16_must_be_ignored_by_name(engine, scheme):
 def test_e5m2_weights_are_refused(engine, scheme):
     config, specs = exported(engine, scheme)
     name = f"{LAYER}.self_attn.o_proj.weight"
-    (line,) = findings(engine, config, specs | {name: TensorSpec((256, 256), torch.float8_e5m2)})
+    (line,) = findings(engine, config, specs | {name: TensorSpec((256, 256), DType.float8_e5m2)})
     assert "float8_e5m2" in line
 
 
@@ -125,7 +126,7 @@ def test_part_of_a_fused_group_in_bf16_is_refused(engine, scheme):
     config, specs = exported(engine, scheme)
     module = f"{LAYER}.self_attn.k_proj"
     specs = {name: spec for name, spec in specs.items() if not name.startswith(module)}
-    specs[f"{module}.weight"] = TensorSpec((128, 256), torch.bfloat16)
+    specs[f"{module}.weight"] = TensorSpec((128, 256), DType.bfloat16)
     ignored(engine, scheme, config).append(module)
     lines = findings(engine, config, specs)
     assert ["not all that it is fused with" in line for line in lines] == [True] * engine.fuses
@@ -191,7 +192,7 @@ def test_weights_stored_as_one_are_told_apart_by_their_heads():
 
 def test_what_deepseek_leaves_unnamed_is_known_to_be_bf16():
     config, specs = exported(ENGINES["vllm"], "block")
-    specs["model.layers.3.mlp.gate.weight"] = TensorSpec((8, 256), torch.bfloat16)
+    specs["model.layers.3.mlp.gate.weight"] = TensorSpec((8, 256), DType.bfloat16)
     config["quantization_config"]["modules_to_not_convert"] = []
     assert findings(ENGINES["vllm"], config, specs) == []
 
@@ -199,11 +200,11 @@ def test_what_deepseek_leaves_unnamed_is_known_to_be_bf16():
 def test_latent_projections_are_one_linear_to_engines():
     config, specs = exported(ENGINES["vllm"], "block")
     module = f"{LAYER}.self_attn"
-    specs[f"{module}.q_a_proj.weight"] = TensorSpec((128, 256), torch.bfloat16)
+    specs[f"{module}.q_a_proj.weight"] = TensorSpec((128, 256), DType.bfloat16)
     config["quantization_config"]["modules_to_not_convert"].append(f"{module}.q_a_proj")
     weight = TensorSpec((576, 256), CODES)
     specs |= {f"{module}.kv_a_proj_with_mqa.weight": weight}
-    specs[f"{module}.kv_a_proj_with_mqa.weight_scale_inv"] = TensorSpec((5, 2), torch.float32)
+    specs[f"{module}.kv_a_proj_with_mqa.weight_scale_inv"] = TensorSpec((5, 2), DType.float32)
     (line,) = findings(ENGINES["vllm"], config, specs)
     assert "not all that it is fused with" in line
 

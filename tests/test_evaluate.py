@@ -27,6 +27,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main
 from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.dtypes import DType
 from precisionctl.errors import DataError
 from precisionctl.evaluate import evaluate, load, quantizers, stored
 from precisionctl.evaluate.quantizers import InputQuantizer, Mxfp4Inputs, Nvfp4Inputs, TokenInputs
@@ -200,7 +201,7 @@ def exported(tmp_path, request):
 
 def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decoding(exported):
     reader = HuggingFaceReader(exported)
-    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
     convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     theirs = decoded_by_transformers(exported, CompressedTensorsConfig(dequantize=True))

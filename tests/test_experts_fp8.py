@@ -17,6 +17,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
@@ -129,7 +130,7 @@ def test_experts_have_weight_scales_of_their_own_and_one_input_scale(tmp_path: P
     config = json.loads((tmp_path / f"{target}-static" / "config.json").read_text())
     ignored = config["quantization_config"]["ignore"]
     assert f"model.layers.1.{module}.gate" in ignored and not any(".experts." in name for name in ignored)
-    specs = {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in stored.items()}
+    specs = {name: TensorSpec(tuple(values.shape), DType.of(values.dtype)) for name, values in stored.items()}
 
     def findings() -> set[str]:
         """But for DeepSeek's two latent projections, which Megatron has as two GEMMs, each with scales of its own."""

@@ -23,6 +23,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import convert
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
@@ -144,7 +145,7 @@ def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(
     export(tmp_path / "hf", tmp_path / "out", "transformers")
     in_fp32(tmp_path / "out")
     reader = HuggingFaceReader(tmp_path / "out")
-    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
     convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     theirs = fp8_directories.decoded_by_transformers(tmp_path / "out", FineGrainedFP8Config(dequantize=True))

@@ -31,6 +31,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.errors import (
     DamagedCheckpoint,
     MappingError,
@@ -359,7 +360,7 @@ def test_a_copy_of_a_prediction_layer_that_differs_is_damage(tmp_path: Path, nam
 
 def test_a_copy_of_another_shape_is_refused_before_it_is_read(tmp_path: Path) -> None:
     reader = prediction(tmp_path)
-    reader.specs["model.layers.3.embed_tokens.weight"] = TensorSpec((10, 64), torch.bfloat16)
+    reader.specs["model.layers.3.embed_tokens.weight"] = TensorSpec((10, 64), DType.bfloat16)
     with pytest.raises(ShapeMismatch, match=r"embed_tokens.weight` is \[10, 64\], the model's sizes say \[250, 64\]"):
         make_plan(reader, "megatron")
 
@@ -375,8 +376,8 @@ def test_a_config_that_claims_prediction_layers_without_tensors_is_read_without(
 
 def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     pico.save(tmp_path, "deepseek-v3")
-    plan = make_plan(HuggingFaceReader(tmp_path), "megatron", dtype=torch.bfloat16)
-    kept = {name for name, spec in plan.targets.items() if spec.dtype != torch.bfloat16}
+    plan = make_plan(HuggingFaceReader(tmp_path), "megatron", dtype=DType.bfloat16)
+    kept = {name for name, spec in plan.targets.items() if spec.dtype != DType.bfloat16}
     assert kept == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2)}
 
 
@@ -448,15 +449,15 @@ class WithOptimizer(InMemory):
 def test_an_optimizer_goes_along_as_parallel_as_its_parameters(tmp_path: Path) -> None:
     megatron = to_megatron(opened(tmp_path, "mixtral"))
     name = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
-    state = {f"optimizer.state.{kind}.{name}": TensorSpec((192, 64), torch.float32) for kind in ("exp_avg", "param")}
+    state = {f"optimizer.state.{kind}.{name}": TensorSpec((192, 64), DType.float32) for kind in ("exp_avg", "param")}
     source = WithOptimizer(megatron.model, "megatron", megatron.tensors, optimizer_specs=state)
     plan = make_plan(source, "megatron", optimizer=True)
     assert plan.targets.keys() == megatron.tensors.keys() | state.keys()
     for each in state:
-        assert plan.targets[each] == TensorSpec((192, 64), torch.float32, plan.targets[name].parallel)
+        assert plan.targets[each] == TensorSpec((192, 64), DType.float32, plan.targets[name].parallel)
     assert plan.gemms == make_plan(source, "megatron").gemms
     assert make_plan(source, "megatron").targets.keys() == megatron.tensors.keys()
-    source.optimizer_specs = {"optimizer.state.exp_avg.decoder.stranger": TensorSpec((1,), torch.float32)}
+    source.optimizer_specs = {"optimizer.state.exp_avg.decoder.stranger": TensorSpec((1,), DType.float32)}
     with pytest.raises(MappingError, match="stranger.* not the state of a parameter"):
         make_plan(source, "megatron", optimizer=True)
 
@@ -464,7 +465,7 @@ def test_an_optimizer_goes_along_as_parallel_as_its_parameters(tmp_path: Path) -
 @pytest.mark.parametrize("family", ALL)
 def test_a_stray_tensor_is_refused_in_every_family(tmp_path: Path, family: str) -> None:
     reader = opened(tmp_path, family)
-    specs = {**reader.specs, "model.layers.0.stranger.weight": TensorSpec((1,), torch.bfloat16)}
+    specs = {**reader.specs, "model.layers.0.stranger.weight": TensorSpec((1,), DType.bfloat16)}
     with pytest.raises(UnmappedTensor, match="stranger"):
         make_plan(dataclasses.replace(_Specs(reader.model), specs=specs), "megatron")
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.dtypes import DType
 
 AS_COLUMNS = ("gpt2",)
 """Families that store matrices as [in, out], whose rows are not the channels that these schemes scale."""
@@ -48,7 +49,7 @@ def test_an_export_decodes_to_nearly_the_weights_of_its_source(
     source = HuggingFaceReader(tmp_path / "hf")
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "export", method, scheme)
     assert exported.encodings
-    values = in_memory.to_hf(exported, dtype=torch.bfloat16).tensors
+    values = in_memory.to_hf(exported, dtype=DType.bfloat16).tensors
     assert values.keys() == in_memory.to_hf(source, respelled=True).tensors.keys()
     for name in exported.encodings:
         expected, found = read_tensor(source, name).float(), values[name].float()

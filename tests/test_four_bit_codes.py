@@ -15,6 +15,7 @@ from fp8_directories import value_of
 from safetensors import safe_open
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8 import elements
 from precisionctl.fp8.encoding import Encoding, GlobalScale
@@ -37,7 +38,7 @@ def golden(name: str) -> tuple[dict[str, object], dict[str, Tensor]]:
 def read(config: dict[str, object], tensors: dict[str, Tensor]) -> tuple[Tensor, Encoding]:
     """A weight's codes as bytes, and its encoding."""
     named = {f"{MODULE}{end}": each for end, each in tensors.items() if end != "decoded"}
-    specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in named.items()}
+    specs = {name: TensorSpec(tuple(each.shape), DType.of(each.dtype)) for name, each in named.items()}
     weight = coded_weights({"quantization_config": config}, specs)[f"{MODULE}weight"]
     packed = named[weight.codes].contiguous().view(torch.uint8)
     return packed, complete_encoding(named.__getitem__, weight.scales, weight.spec)

@@ -12,6 +12,7 @@ from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.safetensors_file import StoredTensor, read_header
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 
@@ -64,14 +65,14 @@ def test_slices_are_written_as_the_tensors_that_transformers_loads(gpt_oss: GptO
 
 
 def test_a_header_that_claims_a_billion_experts_is_refused_at_once() -> None:
-    billion = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((10**9, 0), torch.float32), 0)}
+    billion = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((10**9, 0), DType.float32), 0)}
     with pytest.raises(DamagedCheckpoint, match="experts"):
         sliced(billion, "here")
 
 
 def test_a_stack_of_no_experts_is_refused() -> None:
     """It has no slices: it would vanish."""
-    empty = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((0, 64, 64), torch.float32), 0)}
+    empty = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((0, 64, 64), DType.float32), 0)}
     with pytest.raises(DamagedCheckpoint, match="no experts"):
         sliced(empty, "here")
 
@@ -86,4 +87,4 @@ def test_a_name_that_poses_as_a_slice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [("[0]", "[2]"), ("[1]",)])
 def test_slices_that_are_not_all_there_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ShapeMismatch, match="do not make one tensor"):
-        stacked({f"mlp.experts.down_proj{name}": TensorSpec((2, 3), torch.float32) for name in names})
+        stacked({f"mlp.experts.down_proj{name}": TensorSpec((2, 3), DType.float32) for name in names})

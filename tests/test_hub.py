@@ -19,8 +19,9 @@ from precisionctl.checkpoints import hub as hub_module
 from precisionctl.checkpoints.hub import HubName, needed
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
-from precisionctl.cli.options import CHECKPOINT
-from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, UnknownFormat
+from precisionctl.cli.options import TOKENIZER, CheckpointPath
+from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, RecipeError, UnknownFormat
+from precisionctl.reports.table import size
 
 OTHERS = (
     "pytorch_model.bin",
@@ -90,6 +91,46 @@ def test_a_branch_that_moves_between_list_and_download_is_listed_again(
     assert found.name == commit and [file.name for file in found.iterdir()] == ["model-00001-of-00001.safetensors"]
 
 
+def test_a_branch_that_moves_with_every_request_is_refused_with_the_commit_to_name(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: f"snapshots/{'e' * 40}")
+    with pytest.raises(EnvironmentProblem, match=f"moves with each request.*org/model@{local_hub.COMMIT}"):
+        api.download("org/model")
+
+
+def test_of_a_name_that_several_processes_are_given_the_commit_is_to_be_named(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache of one"))
+    commit = f"org/model@{local_hub.COMMIT}"
+    with monkeypatch.context() as ranks:
+        for key, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+            ranks.setenv(key, value)
+        for name in ("org/model", "org/model@v1.0"):
+            refused = CliRunner().invoke(main, ["inspect", name])
+            assert refused.exit_code == 2 and f"Name the commit: {commit}" in refused.stderr and not hub.fetched
+        assert CliRunner().invoke(main, ["inspect", commit]).exit_code == 0 and hub.fetched
+    api.download("org/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    with pytest.raises(RecipeError, match=f"Name the commit: {commit}"):
+        HubName("org/model").download(several=True)
+
+
+def test_what_will_be_downloaded_is_said_before_and_nothing_is_said_of_what_is_there(hub: LocalHub) -> None:
+    files = {*(hub.folder / "org/model").glob("*")}
+    first, again = (CliRunner().invoke(main, ["inspect", "org/model"]).stderr for _ in range(2))
+    nbytes = sum(file.stat().st_size for file in files if file.is_file() and file.name not in OTHERS)
+    assert f"Downloading org/model, {size(nbytes)}\n" in first and "Downloading" not in again
+
+
+def test_of_a_tokenizer_no_weights_are_downloaded(hub: LocalHub) -> None:
+    HubName.read("org/model", weights=False).download()  # type: ignore[union-attr]
+    assert "tokenizer.json" in hub.fetched and not any(name.endswith(".safetensors") for name in hub.fetched)
+    assert {param.type for param in main.commands["tokenize"].params} >= {TOKENIZER}
+
+
 def test_pickles_come_only_where_there_is_nothing_else() -> None:
     beside = ["config.json", "tokenizer.json", "model.py", "training_args.bin", "optimizer.pt"]
     pickles = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
@@ -107,16 +148,24 @@ def test_a_path_that_is_there_wins_and_one_in_a_folder_that_is_there_is_no_name(
     assert HubName.read("org/model@v1.0") == HubName("org/model", "v1.0")
     assert HubName.read("org/model@refs/pr/3") == HubName("org/model", "refs/pr/3")
     (tmp_path / "org").mkdir()
-    with pytest.raises(UnknownFormat, match="and org, which is here, does not have it"):
+    with pytest.raises(UnknownFormat, match="no such path in org"):
         HubName.read("org/model")
     (tmp_path / "org" / "model").mkdir()
     assert HubName.read("org/model") is None and api.download("org/model") == Path("org/model")
-    for text in ("./no/model", "/no/model", "~/model", "a/b/c", "org/model@", "org/@main", "@"):
-        with pytest.raises(
-            UnknownFormat, match="no such file or directory, nor is it ORG/NAME|, which is here,"
-        ) as refused:
+    for text in ("./no/model", "/no/model", "~/model", "a/b/c", "org/x@", "org/@main", "@"):
+        with pytest.raises(UnknownFormat, match="no such (file or directory|path in org)") as refused:
             HubName.read(text)
         assert "ORG/NAME@REVISION" in refused.value.do
+
+
+def test_a_path_that_is_mistyped_is_answered_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for text, meant in {"rusn": "runs", "./rusn": "runs", "runs/modle": "runs/model"}.items():
+        refused = CliRunner().invoke(main, ["inspect", text])
+        assert refused.exit_code == 2 and f"Did you mean {meant}?" in refused.stderr
+    for text in ("file/modle", "runs/other"):
+        assert "Give a path that exists" in CliRunner().invoke(main, ["inspect", text]).stderr
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/model", "gs://bucket/model", "hdfs://host/model"])
@@ -187,8 +236,8 @@ def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_
         return call
 
     with monkeypatch.context() as ours:
-        ours.setattr(hub_module, "needed", raises(ValueError("of ours")))
-        with pytest.raises(ValueError, match="of ours"):
+        ours.setattr(hub_module, "needed", raises(TypeError("of ours")))
+        with pytest.raises(TypeError, match="of ours"):
             api.download("org/model")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
     with pytest.raises(EnvironmentProblem, match="the answer is none of the Hub's: no JSON"):
@@ -213,7 +262,10 @@ def test_a_command_takes_a_name_and_downloads_nothing_before_its_options_are_rig
 def test_every_argument_that_is_a_checkpoint_may_be_a_name() -> None:
     assert all(isinstance(command, Command) for command in main.commands.values())
     sources = {
-        name for name, command in main.commands.items() for parameter in command.params if parameter.type is CHECKPOINT
+        name
+        for name, command in main.commands.items()
+        for parameter in command.params
+        if isinstance(parameter.type, CheckpointPath)
     }
     assert sources == main.commands.keys() - {"compare", "demo", "completion"}
 

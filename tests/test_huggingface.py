@@ -19,6 +19,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceW
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import make_header, read_header
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat, UnsafePickle
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -39,7 +40,7 @@ def test_every_tensor_reads_as_transformers_has_it(tmp_path: Path, max_shard_siz
 def test_headers_are_those_of_the_library(tmp_path: Path) -> None:
     """Our header over the same tensors, read by the library, and the library's read by us."""
     tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5, dtype=torch.bfloat16), "scalar": torch.tensor(3.0)}
-    specs = {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in tensors.items()}
+    specs = {name: TensorSpec(tuple(values.shape), DType.of(values.dtype)) for name, values in tensors.items()}
     header, offsets = make_header(specs)
     body = bytearray(sum(spec.nbytes for spec in specs.values()))
     for name, values in tensors.items():
@@ -72,7 +73,7 @@ def test_a_writer_gives_what_transformers_loads(tmp_path: Path) -> None:
 
 
 def test_laying_out_again_keeps_what_is_there(tmp_path: Path) -> None:
-    specs = {"w": TensorSpec((2, 2), torch.float32)}
+    specs = {"w": TensorSpec((2, 2), DType.float32)}
     writer = HuggingFaceWriter(tmp_path, specs, Companions(), {"model_type": "llama"})
     writer.lay_out()
     write_rows(writer, "w", 0, torch.ones(2, 2))
@@ -84,7 +85,7 @@ def test_large_tensors_are_written_in_short_calls_and_each_goes_on_where_the_las
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.arange(150_001, dtype=torch.int32).reshape(1, -1)
-    specs = {"x": TensorSpec((1, 150_001), torch.int32)}
+    specs = {"x": TensorSpec((1, 150_001), DType.int32)}
     writer = HuggingFaceWriter(tmp_path, specs, Companions(), {"model_type": "llama"})
     writer.lay_out()
     asked = []

@@ -10,6 +10,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
@@ -81,7 +82,7 @@ def test_an_optimizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")), workers=1)
     reader = open_checkpoint(tmp_path / "megatron")
     assert dict(tables(describe(reader))[0].rows)["optimizer"] == "none"
-    found = {"optimizer.state.exp_avg.x": TensorSpec((4,), torch.float32)}
+    found = {"optimizer.state.exp_avg.x": TensorSpec((4,), DType.float32)}
     monkeypatch.setattr(type(reader), "optimizer_specs", property(lambda _: found))
     assert dict(tables(describe(reader))[0].rows)["optimizer"] == "1 tensors, 16 B"
 

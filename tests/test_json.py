@@ -34,6 +34,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ["convert", hf, megatron, "--to", "megatron", "--precision", "fp8", "--dry-run"],
         ["convert", hf, megatron, "--to", "megatron", "--precision", "fp8", "--workers", 1],
         ["export-inference", hf, served, "--target", "vllm", "--scheme", "dynamic", "--workers", 1],
+        ["tokenize", here / "text.txt", here / "corpus", "--tokenizer", hf, "--workers", 1],
         ["inspect", hf],
         ["inspect", megatron, "--fp8", "--workers", 1],
         ["inspect", served],

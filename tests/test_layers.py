@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "precisionctl"
 
-ANYONE = {"errors", "untrusted", "discover"}
+ANYONE = {"errors", "dtypes", "untrusted", "discover"}
 """Leaves that every unit may import."""
 
 DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"

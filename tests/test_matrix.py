@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
@@ -46,7 +47,7 @@ def refusing(directory: Path) -> set[str]:
 def decoded(directory: Path) -> torch.Tensor:
     """Logits of our own model, in FP32, of what the codes decode to."""
     reader = HuggingFaceReader(directory)
-    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
     convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
     with torch.no_grad():

@@ -10,6 +10,7 @@ from precisionctl.architectures.families import from_hf_config, from_megatron_ar
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
@@ -53,7 +54,7 @@ DESCRIBING = {
 
 
 def test_a_checkpoint_has_every_argument_that_some_version_of_megatron_reads_and_no_other(tmp_path):
-    spec = TensorSpec((64, 16), torch.float16, ROWS)
+    spec = TensorSpec((64, 16), DType.float16, ROWS)
     writer = TorchDistWriter(tmp_path, MODEL, {"embedding.word_embeddings.weight": spec}, parallelism=Parallelism(2))
     writer.lay_out()
     writer.finish(None)

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
@@ -105,7 +106,7 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
                     DcpPiece((start,), (end - start,), archive.add(flat[start:end]))
                     for start, end in zip(places, places[1:], strict=False)
                 )
-                stored[key] = DcpTensor((len(flat),), torch.float32, pieces)
+                stored[key] = DcpTensor((len(flat),), DType.float32, pieces)
     archive.path.write_bytes(archive.data)
     index = dcp.read_index(directory)
     dcp.write_index(directory, dcp.Index({**index.tensors, **stored}, index.objects))
@@ -113,7 +114,7 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
 
 
 def write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
-    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    specs = {name: TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in weights.items()}
     model = dataclasses.replace(MODEL, num_layers=sum("linear_fc1.weight" in name for name in weights))
     writer = TorchDistWriter(directory, model, specs)
     writer.lay_out()
@@ -218,7 +219,7 @@ def test_a_tensor_of_endless_layers_is_refused(tmp_path):
     span = archive.add(torch.zeros(layers, 1, dtype=torch.int8))
     archive.path.write_bytes(archive.data)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    stored = DcpTensor((layers, 1), torch.int8, (DcpPiece((0, 0), (layers, 1), span),))
+    stored = DcpTensor((layers, 1), DType.int8, (DcpPiece((0, 0), (layers, 1), span),))
     dcp.write_index(tmp_path, dcp.Index({"decoder.layers.x": stored}, {}))
     with pytest.raises(DamagedCheckpoint, match="would be 4194306 tensors and parts"):
         TorchDistReader(tmp_path)

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
@@ -313,7 +314,7 @@ def test_an_index_is_written_as_it_is_made(tmp_path: Path) -> None:
     """A large checkpoint has hundreds of thousands of pieces, and of their opcodes a MiB is held at a time."""
     span = Span(tmp_path / "__0_0.distcp", 0, 4)
     pieces = tuple(dcp.DcpPiece((number,), (1,), span) for number in range(16_000))
-    index = dcp.Index({"flat": dcp.DcpTensor((16_000,), torch.float32, pieces)}, {})
+    index = dcp.Index({"flat": dcp.DcpTensor((16_000,), DType.float32, pieces)}, {})
     tracemalloc.start()
     dcp.write_index(tmp_path, index)
     most = tracemalloc.get_traced_memory()[1]

@@ -13,6 +13,7 @@ from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.dtypes import DType
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import TensorSpec
 
@@ -109,7 +110,7 @@ DEMANDED_OF_A_LAYER = [
 def write_experts(directory: Path, layers: int = 2, **settings: Any) -> dict[str, TensorSpec]:
     shapes = AROUND | {f"decoder.layers.{n}.{name}": s for n in range(layers) for name, s in LATENT_EXPERTS.items()}
     inner = {f"mtp.layers.0.transformer_layer.{name}": shape for name, shape in LATENT_EXPERTS.items()}
-    wanted = {name: TensorSpec(shape, torch.bfloat16) for name, shape in (shapes | inner).items()}
+    wanted = {name: TensorSpec(shape, DType.bfloat16) for name, shape in (shapes | inner).items()}
     writer = TorchDistWriter(directory, MODEL, wanted, **settings)
     writer.lay_out()
     writer.finish(None)

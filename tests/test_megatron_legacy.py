@@ -25,6 +25,7 @@ from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.conversion import convert
+from precisionctl.dtypes import DType
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import GATED_ROWS, Parallelism, TensorSpec
@@ -182,7 +183,7 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
     targets = dict(plan.targets)
     for name, values in optimizer.items():
         parameter = name.split(".", 3)[3]
-        targets[name] = TensorSpec(tuple(values.shape), values.dtype, plan.targets[parameter].parallel)
+        targets[name] = TensorSpec(tuple(values.shape), DType.of(values.dtype), plan.targets[parameter].parallel)
     groups = [{"lr": 0.5, "wd_mult": 1.0, "params": []}, {"lr": 0.25, "wd_mult": 0.0, "params": []}]
     settings = {"optimizer": {"state": {"common_step": 9}, "param_groups": groups}}
     writer = LegacyWriter(

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -104,7 +105,7 @@ def test_optimizer_states_of_another_shape_than_their_parameter_are_refused(tmp_
         layout="megatron",
         model=source.model,
         specs=source.specs,
-        optimizer_specs={name: TensorSpec((250, 64), torch.float32)},
+        optimizer_specs={name: TensorSpec((250, 64), DType.float32)},
     )
     with pytest.raises(ShapeMismatch, match="exp_avg.*the model's sizes say"):
         make_plan(wrong, "megatron", optimizer=True)

@@ -219,7 +219,14 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(place: Path, tmp_path: 
     options = [f"--out={tmp_path / 'run'}", *(f"--set={key}" for key in keys)]
     result = CliRunner().invoke(main, [*map(str, words), *options])
     assert result.exit_code == 0, result.output
-    for part in ("from step 0 to 9, weights only", "4 rows of 64, 1 in a pass; 256 tokens", "Nothing was started."):
+    words[4] = "--precision=bf16"
+    in_bf16 = CliRunner().invoke(main, [*map(str, words), *options]).output
+    assert "weights only, computed by PyTorch" in in_bf16 and "emulated" not in in_bf16
+    for part in (
+        "from step 0 to 9, weights only, FP8 emulated in PyTorch",
+        "4 rows of 64, 1 in a pass; 256 tokens",
+        "Nothing was started.",
+    ):
         assert part in result.output
     assert not (tmp_path / "run").exists()
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.fused_experts import sliced
 from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
@@ -125,7 +126,9 @@ def on_paper(real: Real) -> OnPaper:
     config = dict(real.config)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    specs = {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in theirs.state_dict().items()}
+    specs = {
+        name: TensorSpec(tuple(values.shape), DType.of(values.dtype)) for name, values in theirs.state_dict().items()
+    }
     stored = sliced(
         {name: StoredTensor(spec, 0) for name, spec in specs.items()}, "memory"
     )  # experts are one tensor there

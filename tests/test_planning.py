@@ -7,7 +7,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
 from precisionctl.architectures.families import from_hf_config, table_of
 from precisionctl.architectures.param_map import names
@@ -17,6 +16,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand
 from precisionctl.conversion.estimate import estimate
+from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 
 PUBLISHED = [json.loads(line) for line in Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()]
@@ -29,7 +29,7 @@ def deepseek(directory: Path, experts: int) -> Path:
     config |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": experts}
     model = from_hf_config(config | {"num_nextn_predict_layers": 0})
     specs = {
-        name: TensorSpec(shape, torch.bfloat16)
+        name: TensorSpec(shape, DType.bfloat16)
         for row in table_of(model).spelled({}, model)
         for place in row.places(model)
         for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)

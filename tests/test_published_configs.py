@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.checkpoints.fused_experts import sliced
 from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.dtypes import DType
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -45,7 +46,7 @@ def stored(config: dict[str, Any]) -> dict[str, TensorSpec]:
     model_type = known.pop("model_type")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(pico.ALSO.get(model_type, model_type), **known))
-    tensors = {name: TensorSpec(tuple(t.shape), torch.bfloat16) for name, t in model.state_dict().items()}
+    tensors = {name: TensorSpec(tuple(t.shape), DType.bfloat16) for name, t in model.state_dict().items()}
     slices = sliced({name: StoredTensor(spec, 0) for name, spec in tensors.items()}, "here")
     return {name: each.spec for name, each in slices.items()}
 

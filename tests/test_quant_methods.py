@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
@@ -41,7 +42,7 @@ EACH = pytest.mark.parametrize(
 
 def exported(method, scheme):
     """The config.json and the specs of a model of one FP8 linear, as its own spelling gives them."""
-    specs = {WEIGHT: TensorSpec((32, 16), CODES), "lm_head.weight": TensorSpec((64, 16), torch.bfloat16)}
+    specs = {WEIGHT: TensorSpec((32, 16), CODES), "lm_head.weight": TensorSpec((64, 16), DType.bfloat16)}
     specs |= method.spelling.specs(method.scales(WEIGHT, specs[WEIGHT], scheme), specs[WEIGHT], scheme)
     return {"quantization_config": method.spelling.config(scheme, ["lm_head"])}, specs
 
@@ -73,7 +74,7 @@ def test_scales_have_the_shapes_that_the_engines_loaders_take(name, scheme, shap
     module = WEIGHT.removesuffix(".weight")
     method, weight = METHODS[name], TensorSpec((32, 16), CODES)
     assert method.spelling.specs(method.scales(WEIGHT, weight, scheme), weight, scheme) == {
-        f"{module}.{scale}": TensorSpec(shape, torch.float32) for scale, shape in shapes.items()
+        f"{module}.{scale}": TensorSpec(shape, DType.float32) for scale, shape in shapes.items()
     }
 
 
@@ -151,7 +152,7 @@ def test_an_unknown_quant_method_is_refused_by_name():
 
 
 def test_a_model_without_quantisation_has_no_scales():
-    assert stored_scales({}, {WEIGHT: TensorSpec((32, 16), torch.bfloat16)}) == {}
+    assert stored_scales({}, {WEIGHT: TensorSpec((32, 16), DType.bfloat16)}) == {}
 
 
 def test_codes_that_nothing_explains_are_damage():
@@ -173,7 +174,7 @@ def test_a_scale_of_another_size_is_damage(method):
     config, specs = exported(method, "dynamic")
     name = method.scales(WEIGHT, specs[WEIGHT], "dynamic").weight
     with pytest.raises(DamagedCheckpoint, match="shape"):
-        stored_scales(config, specs | {name: TensorSpec((31, 1), torch.float32)})
+        stored_scales(config, specs | {name: TensorSpec((31, 1), DType.float32)})
 
 
 @pytest.mark.parametrize("shape, grid", [((), (1, 1)), ((1,), (1, 1)), ((32,), (32, 1)), ((32, 1), (32, 1))])
@@ -295,34 +296,34 @@ def test_inputs_have_fixed_scales_where_they_are_static_and_one_for_a_tensor():
 
 
 PROJECTION = WEIGHT.removesuffix(".weight")
-WORDS = TensorSpec((32, 32), torch.uint8)  # of a weight [32, 64]
-ONE = TensorSpec((1,), torch.float32)
+WORDS = TensorSpec((32, 32), DType.uint8)  # of a weight [32, 64]
+ONE = TensorSpec((1,), DType.float32)
 FOUR_BITS = {
     "nvfp4": (
         NVFP4,
         {
             "weight_packed": WORDS,
-            "weight_scale": TensorSpec((32, 4), torch.float8_e4m3fn),
+            "weight_scale": TensorSpec((32, 4), DType.float8_e4m3fn),
             "weight_global_scale": ONE,
             "input_global_scale": ONE,
         },
     ),
-    "mxfp4": (MXFP4, {"weight_packed": WORDS, "weight_scale": TensorSpec((32, 2), torch.uint8)}),
+    "mxfp4": (MXFP4, {"weight_packed": WORDS, "weight_scale": TensorSpec((32, 2), DType.uint8)}),
     "int4": (
         INT4,
         {
-            "weight_packed": TensorSpec((32, 8), torch.int32),
-            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
-            "weight_shape": TensorSpec((2,), torch.int64),
+            "weight_packed": TensorSpec((32, 8), DType.int32),
+            "weight_scale": TensorSpec((32, 2), DType.bfloat16),
+            "weight_shape": TensorSpec((2,), DType.int64),
         },
     ),
     "int4 zeros": (
         {**INT4, "symmetric": False},
         {
-            "weight_packed": TensorSpec((32, 8), torch.int32),
-            "weight_scale": TensorSpec((32, 2), torch.bfloat16),
-            "weight_shape": TensorSpec((2,), torch.int64),
-            "weight_zero_point": TensorSpec((4, 2), torch.int32),
+            "weight_packed": TensorSpec((32, 8), DType.int32),
+            "weight_scale": TensorSpec((32, 2), DType.bfloat16),
+            "weight_shape": TensorSpec((2,), DType.int64),
+            "weight_zero_point": TensorSpec((4, 2), DType.int32),
         },
     ),
 }
@@ -355,11 +356,11 @@ def test_groups_are_of_any_size():
 def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
     for kind, changes in (
         ("nvfp4", {}),
-        ("nvfp4", {"weight_global_scale": TensorSpec((), torch.float32)}),
+        ("nvfp4", {"weight_global_scale": TensorSpec((), DType.float32)}),
         ("mxfp4", {}),
-        ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float8_e8m0fnu)}),
-        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (torch.float16, torch.float32)),
-        ("int4", {"weight_shape": TensorSpec((2,), torch.int32)}),
+        ("mxfp4", {"weight_scale": TensorSpec((32, 2), DType.float8_e8m0fnu)}),
+        *(("int4", {"weight_scale": TensorSpec((32, 2), dtype)}) for dtype in (DType.float16, DType.float32)),
+        ("int4", {"weight_shape": TensorSpec((2,), DType.int32)}),
         ("int4 zeros", {}),
     ):
         (found,) = read_four_bits(kind, **changes).items()
@@ -369,24 +370,24 @@ def test_four_bits_are_read_with_every_spelling_of_what_is_beside_them():
 
 
 BROKEN = {
-    "words of another dtype": ("mxfp4", {"weight_packed": TensorSpec((32, 32), torch.int32)}, "weight_packed is int32"),
-    "values beside codes": ("mxfp4", {"weight": TensorSpec((32, 64), torch.bfloat16)}, "as values, and as codes"),
+    "words of another dtype": ("mxfp4", {"weight_packed": TensorSpec((32, 32), DType.int32)}, "weight_packed is int32"),
+    "values beside codes": ("mxfp4", {"weight": TensorSpec((32, 64), DType.bfloat16)}, "as values, and as codes"),
     "no scales": ("mxfp4", {"weight_scale": None}, "no .*weight_scale for its codes"),
-    "scales of another grid": ("mxfp4", {"weight_scale": TensorSpec((32, 1), torch.uint8)}, "has shape .32, 1."),
-    "exponents in FP32": ("mxfp4", {"weight_scale": TensorSpec((32, 2), torch.float32)}, r"\(float32\) for a weight"),
-    "half a group": ("mxfp4", {"weight_packed": TensorSpec((32, 24), torch.uint8)}, "for a weight of .32, 48."),
-    "NVFP4 with scales in BF16": ("nvfp4", {"weight_scale": TensorSpec((32, 4), torch.bfloat16)}, "bfloat16"),
+    "scales of another grid": ("mxfp4", {"weight_scale": TensorSpec((32, 1), DType.uint8)}, "has shape .32, 1."),
+    "exponents in FP32": ("mxfp4", {"weight_scale": TensorSpec((32, 2), DType.float32)}, r"\(float32\) for a weight"),
+    "half a group": ("mxfp4", {"weight_packed": TensorSpec((32, 24), DType.uint8)}, "for a weight of .32, 48."),
+    "NVFP4 with scales in BF16": ("nvfp4", {"weight_scale": TensorSpec((32, 4), DType.bfloat16)}, "bfloat16"),
     "no global scale": ("nvfp4", {"weight_global_scale": None}, "no .*weight_global_scale for its codes"),
-    "two global scales": ("nvfp4", {"weight_global_scale": TensorSpec((2,), torch.float32)}, r"not \[\] or \[1\]"),
-    "a global scale in BF16": ("nvfp4", {"weight_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
-    "two scales of inputs": ("nvfp4", {"input_global_scale": TensorSpec((2,), torch.float32)}, "not one scale"),
-    "a scale of inputs in BF16": ("nvfp4", {"input_global_scale": TensorSpec((1,), torch.bfloat16)}, "not float32"),
+    "two global scales": ("nvfp4", {"weight_global_scale": TensorSpec((2,), DType.float32)}, r"not \[\] or \[1\]"),
+    "a global scale in BF16": ("nvfp4", {"weight_global_scale": TensorSpec((1,), DType.bfloat16)}, "not float32"),
+    "two scales of inputs": ("nvfp4", {"input_global_scale": TensorSpec((2,), DType.float32)}, "not one scale"),
+    "a scale of inputs in BF16": ("nvfp4", {"input_global_scale": TensorSpec((1,), DType.bfloat16)}, "not float32"),
     "no shape": ("int4", {"weight_shape": None}, "no .*weight_shape for its codes"),
-    "a shape of three": ("int4", {"weight_shape": TensorSpec((3,), torch.int64)}, r"has shape \[3\]"),
-    "a shape in FP32": ("int4", {"weight_shape": TensorSpec((2,), torch.float32)}, "not int64 or int32"),
+    "a shape of three": ("int4", {"weight_shape": TensorSpec((3,), DType.int64)}, r"has shape \[3\]"),
+    "a shape in FP32": ("int4", {"weight_shape": TensorSpec((2,), DType.float32)}, "not int64 or int32"),
     "zero points nobody told of": (
         "int4",
-        {"weight_zero_point": TensorSpec((4, 2), torch.int32)},
+        {"weight_zero_point": TensorSpec((4, 2), DType.int32)},
         "weight_zero_point is beside codes that have none",
     ),
     **{
@@ -395,17 +396,17 @@ BROKEN = {
             "pre_quant_scale": ONE,
             "weight_global_scale": ONE,
             "weight_scale_2": ONE,
-            "weight_zero_point": TensorSpec((4, 2), torch.int32),
-            "weight_shape": TensorSpec((2,), torch.int64),
+            "weight_zero_point": TensorSpec((4, 2), DType.int32),
+            "weight_shape": TensorSpec((2,), DType.int64),
         }.items()
     },
     "no zero points": ("int4 zeros", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
     "zero points for each row": (
         "int4 zeros",
-        {"weight_zero_point": TensorSpec((32, 2), torch.int32)},
+        {"weight_zero_point": TensorSpec((32, 2), DType.int32)},
         r"not \[4, 2\]",
     ),
-    "zero points in bytes": ("int4 zeros", {"weight_zero_point": TensorSpec((4, 2), torch.uint8)}, "not int32"),
+    "zero points in bytes": ("int4 zeros", {"weight_zero_point": TensorSpec((4, 2), DType.uint8)}, "not int32"),
 }
 
 
@@ -418,7 +419,7 @@ def test_four_bits_whose_tensors_cannot_belong_together_are_damage(case):
 
 def test_groups_of_inputs_in_another_order_are_refused_by_their_tensor_too():
     with pytest.raises(PrecisionError, match="weight_g_idx puts inputs into groups in another order"):
-        read_four_bits("int4", weight_g_idx=TensorSpec((64,), torch.int32))
+        read_four_bits("int4", weight_g_idx=TensorSpec((64,), DType.int32))
 
 
 @EACH
@@ -429,9 +430,9 @@ def test_a_fixed_scale_of_inputs_is_one_number(method, scheme):
     if given:
         for shape in ((2,), (2, 2)):
             with pytest.raises(DamagedCheckpoint, match="not one scale"):
-                stored_scales(config, specs | {given: TensorSpec(shape, torch.float32)})
+                stored_scales(config, specs | {given: TensorSpec(shape, DType.float32)})
         for shape in ((), (1,), (1, 1)):
-            found = stored_scales(config, specs | {given: TensorSpec(shape, torch.bfloat16)})
+            found = stored_scales(config, specs | {given: TensorSpec(shape, DType.bfloat16)})
             assert found[WEIGHT].input == given
 
 
@@ -441,10 +442,10 @@ def test_experts_of_four_bits_have_no_fixed_inputs_beside_fp8_that_has():
     found = stored_scales(
         {"quantization_config": config},
         {
-            f"{experts}.weight": TensorSpec((32, 32), torch.int8),
-            f"{experts}.weight_scale_inv": TensorSpec((32, 2), torch.float8_e8m0fnu),
+            f"{experts}.weight": TensorSpec((32, 32), DType.int8),
+            f"{experts}.weight_scale_inv": TensorSpec((32, 2), DType.float8_e8m0fnu),
             f"{fp8}.weight": TensorSpec((128, 128), CODES),
-            f"{fp8}.weight_scale_inv": TensorSpec((1, 1), torch.float32),
+            f"{fp8}.weight_scale_inv": TensorSpec((1, 1), DType.float32),
             f"{fp8}.activation_scale": ONE,
         },
     )

@@ -1,10 +1,13 @@
 """Several ranks on one conversion: the same bytes as one, one error for all of them, and going on."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pico
@@ -15,13 +18,17 @@ from conversions import tree
 from forked import free_port
 from torch.distributed import HashStore
 
+import precisionctl.conversion.convert
+import precisionctl.conversion.worker
+from precisionctl.checkpoints.base import Chunked, write_rows
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.conversion.convert import files_of_ranks
+from precisionctl.conversion.convert import parts_of_ranks
 from precisionctl.conversion.ranks import Ranks, _first_host, _port
-from precisionctl.param import Layout
+from precisionctl.errors import PrecisionctlError
+from precisionctl.param import Layout, Parallelism
 
 SHARD = 60_000
 
@@ -60,6 +67,16 @@ def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, megatron: Path, names:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "two"]
 
 
+def by_four(request: Request, store: HashStore) -> None:
+    def convert_as(rank: int) -> None:
+        ranks = Ranks(rank, 4, store)
+        with ranks.together():
+            execute(plan_command(request), ranks=ranks, workers=1)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(convert_as, range(4)))
+
+
 def test_four_ranks_write_the_bytes_of_one_and_say_few_words_to_each_other(tmp_path: Path, megatron: Path) -> None:
     class Counting(HashStore):
         words = 0
@@ -68,29 +85,64 @@ def test_four_ranks_write_the_bytes_of_one_and_say_few_words_to_each_other(tmp_p
             self.words += not name.startswith("alive.")
             super().set(name, value)
 
-    def convert_as(ranks: Ranks) -> None:
-        request = Request(megatron, tmp_path / f"of-{ranks.count}", "hf", max_shard_size=SHARD)
-        with ranks.together():
-            execute(plan_command(request), ranks=ranks, workers=1)
-
     store = Counting()
-    convert_as(Ranks())
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(convert_as, [Ranks(rank, 4, store) for rank in range(4)]))
+    execute(plan_command(Request(megatron, tmp_path / "of-1", "hf", max_shard_size=SHARD)))
+    by_four(Request(megatron, tmp_path / "of-4", "hf", max_shard_size=SHARD), store)
     assert tree(tmp_path / "of-4") == tree(tmp_path / "of-1")
     assert store.words == 4 + 3 * 3, "begun, finished, laid out and end; and of each other rank checked, found and bye"
 
 
+REQUESTS = {
+    "torch_dist": lambda source, out: Request(source, out, "megatron"),
+    "by columns": lambda source, out: Request(source, out, "megatron", "bf16", "torch", parallelism=Parallelism(2)),
+    "codes": lambda source, out: Request.export(source, out, "vllm"),
+}
+
+
+@pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS)
+def test_four_ranks_that_share_files_write_the_bytes_of_one_also_if_one_of_them_failed_on_the_way(
+    tmp_path: Path, megatron: Path, request_of: Callable[[Path, Path], Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precisionctl.conversion.convert, "CUT_AT", 1000)  # in the middle of rows, too
+    execute(plan_command(request_of(megatron, tmp_path / "one" / "model")))
+    request, written = request_of(megatron, tmp_path / "four" / "model"), count()
+    planned = plan_command(request)
+    files = [file for part in parts_of_ranks(planned.plan, planned.writer, 4) for file in part]
+    assert len(files) > len(set(files))
+
+    def write_or_fail(target: Chunked, name: str, row: int, values: torch.Tensor) -> None:
+        if next(written) == 8:
+            raise OSError(errno.EIO, "Input/output error")
+        write_rows(target, name, row, values)
+
+    monkeypatch.setattr(precisionctl.conversion.worker, "write_rows", write_or_fail)
+    with pytest.raises(PrecisionctlError, match="failed"):
+        by_four(request, HashStore())
+    assert any('"done": ["' in journal.read_text() for journal in (tmp_path / "four").rglob(".unfinished.*"))
+    by_four(request, HashStore())
+    assert tree(tmp_path / "four") == tree(tmp_path / "one")
+
+
 @pytest.mark.parametrize("target", ["hf", "megatron"])
-def test_files_are_dealt_to_ranks_once_each_and_evenly(tmp_path: Path, megatron: Path, target: Layout) -> None:
-    command = plan_command(Request(megatron, tmp_path / "out", target, max_shard_size=SHARD))
-    (alone,) = files_of_ranks(command.plan, command.writer, 1)
-    assert sum(alone.values()) == command.plan.nbytes
-    for count in (2, 4, len(alone) + 3):
-        shares = files_of_ranks(command.plan, command.writer, count)
-        assert len(shares) == count and [file for share in shares for file in share] == [*alone]
-        largest = max(sum(share.values()) for share in shares)
-        assert largest <= command.plan.nbytes / count + max(alone.values())
+@pytest.mark.parametrize("shard", [SHARD, 10 * SHARD])
+def test_all_bytes_are_dealt_to_ranks_once_each_and_evenly(
+    tmp_path: Path, megatron: Path, target: Layout, shard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precisionctl.conversion.convert, "CUT_AT", 64)
+    command = plan_command(Request(megatron, tmp_path / "out", target, max_shard_size=shard))
+    (alone,) = parts_of_ranks(command.plan, command.writer, 1)
+    for ranks in (2, 4, len(alone) + 3):
+        parts = parts_of_ranks(command.plan, command.writer, ranks)
+        for file, whole in alone.items():
+            assert [byte for part in parts for byte in part.get(file, ())] == list(whole)
+        sizes = [sum(map(len, part.values())) for part in parts]
+        assert max(sizes) <= 1.11 * sum(sizes) / ranks + 64
+
+
+def test_a_file_is_not_cut_between_ranks_where_it_begins_or_ends_near_the_cut(tmp_path: Path, megatron: Path) -> None:
+    command = plan_command(Request(megatron, tmp_path / "out", "hf", max_shard_size=1))  # a file for each tensor
+    parts = parts_of_ranks(command.plan, command.writer, 2)
+    assert not parts[0].keys() & parts[1].keys()
 
 
 def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:

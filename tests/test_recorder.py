@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from precisionctl.calibration.calibrate import _merged
 from precisionctl.checkpoints.module import TensorShard
+from precisionctl.dtypes import DType
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Role
 from precisionctl.fp8.statistics import Statistics
@@ -298,7 +299,7 @@ def test_of_scattered_outputs_all_tensor_ranks_tokens_are_counted(sequence: bool
             recorder.gemm(module, torch.randn(8, 8), torch.randn(16, 8), out, scattered=True)
         out.backward(world.tensor.local_tokens(gradient))
         shares = ModelShards(
-            {f"{module}.weight": TensorShard(TensorSpec((16, 16), torch.bfloat16, COLUMNS), [])}, world
+            {f"{module}.weight": TensorShard(TensorSpec((16, 16), DType.bfloat16, COLUMNS), [])}, world
         )
         world.all_reduce_sum = world.all_reduce_max = lambda numbers: counted.append(numbers) or numbers  # type: ignore[method-assign]
         _merged(recorder, recorder.states(), shares)

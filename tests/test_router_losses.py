@@ -22,7 +22,7 @@ from precisionctl.trainer.data.batch import IGNORED, Batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
-from precisionctl.trainer.saved.loading import balance_of
+from precisionctl.trainer.saved.balance import balance_of
 
 LAYER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 

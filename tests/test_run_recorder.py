@@ -33,7 +33,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import DestinationExists, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import CACHE, IN_USE, DelayedScaling, Fp8States
+from precisionctl.fp8.state import CACHE, IN_USE, ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recording import rank_files
@@ -285,6 +285,15 @@ def test_processes_that_record_parts_leave_one_file_of_all(llama: Place, tmp_pat
     for module, role, rows in histories(sidecar.read(tmp_path / "parts")):
         expected = each[module, role][-4:].view(2, 2).amax(1)
         assert rows[-2:].equal(expected) and rows.count_nonzero() == expected.count_nonzero()
+
+
+def test_of_experts_of_which_some_are_recorded_each_keeps_its_number() -> None:
+    recipe, amax = DelayedScaling(amax_history_len=2), torch.tensor([0.0, 3.0])
+    state = Fp8State({role: RoleState(torch.tensor(2.0), amax) for role in ROLES})
+    found = rank_files.merged([Fp8States(recipe, {"linear_fc1[3]": state, "linear_fc1[1]": state})])
+    for part in found.modules["linear_fc1"].roles.values():
+        assert part.recorded_each.tolist() == [False, True, False, True]
+        assert part.amax_history[[1, 3]].equal(amax.expand(2, 2)) and part.scale.tolist() == [1, 2, 1, 2]
 
 
 def test_parts_that_a_killed_run_left_are_not_merged(llama: Place, tmp_path: Path) -> None:

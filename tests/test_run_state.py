@@ -17,6 +17,7 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.verify.compare import compare
@@ -39,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = dict(plan.targets)
     for name, spec in plan.targets.items():
         for kind in ("param", "exp_avg", "exp_avg_sq"):
-            specs[f"optimizer.state.{kind}.{name}"] = TensorSpec(spec.shape, torch.float32, spec.parallel)
+            specs[f"optimizer.state.{kind}.{name}"] = TensorSpec(spec.shape, DType.float32, spec.parallel)
     writer = TorchDistWriter(
         top / "run" / "iter_0000007",
         weights.model,

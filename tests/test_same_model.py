@@ -22,6 +22,7 @@ from precisionctl.checkpoints.megatron.provider import described_args, from_prov
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
 from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE
@@ -158,7 +159,7 @@ def shape_of(family: str, **changes: Any) -> ModelShape:
 def read_beside_config(family: str, args: Mapping[str, Any]) -> ModelShape:
     """What a Megatron checkpoint with these arguments is read as, where the family's config.json lies in it."""
     beside = Companions({"config.json": json.dumps(config_of(family)).encode()})
-    embedding = TensorSpec((256, 64), torch.bfloat16)
+    embedding = TensorSpec((256, 64), DType.bfloat16)
     return model_of(Path("checkpoint"), args, beside, {"embedding.word_embeddings.weight": embedding})
 
 
@@ -609,7 +610,7 @@ def test_nemo_2s_own_words_for_a_model_contradict_no_config(
     (tmp_path / "weights").mkdir()
     (tmp_path / "context" / "model.yaml").write_text(yaml.safe_dump({"config": fields}))
     beside = Companions({"config.json": json.dumps(config_of(family) | rope).encode()})
-    embedding = TensorSpec((256, 64), torch.bfloat16)
+    embedding = TensorSpec((256, 64), DType.bfloat16)
     read = model_of(
         tmp_path, described_args(tmp_path / "weights"), beside, {"embedding.word_embeddings.weight": embedding}
     )

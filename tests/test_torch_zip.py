@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_zip import Inert, Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
@@ -32,7 +33,7 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
     path = tmp_path_factory.mktemp("zip") / "file"
     path.write_bytes(b"?" * offset + archive + b"behind")
     located = torch_zip.locate(Span(path, offset, len(archive)))
-    assert (located.dtype, located.shape) == (dtype, tuple(shape))
+    assert (located.dtype.torch, located.shape) == (dtype, tuple(shape))
     data = path.read_bytes()[located.offset :][: tensor.nbytes]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).view(shape), tensor)
 
@@ -40,7 +41,7 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=4))
 def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
     tensor = (torch.randn(shape) * 100).to(dtype)
-    record = torch_zip_writer.record(dtype, tuple(shape))
+    record = torch_zip_writer.record(DType.of(dtype), tuple(shape))
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert len(data) == record.nbytes
     archive = record.head + data + record.tail
@@ -49,7 +50,7 @@ def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
 
 
 def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
-    record = torch_zip_writer.record(torch.bfloat16, (5 << 29,))
+    record = torch_zip_writer.record(DType.bfloat16, (5 << 29,))
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.write(record.head)
@@ -116,7 +117,7 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
     found = torch_zip.skeleton(tmp_path / "file.pt")
     for name, tensor in value["model"].items():
         located = found["model"][name]
-        assert (located.dtype, located.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert (located.dtype.torch, located.shape) == (tensor.dtype, tuple(tensor.shape))
         assert torch.equal(torch_zip.read_located(tmp_path / "file.pt", located), tensor), name
     assert found["model"]["tied"] == found["model"]["again"]
     assert found["empty"][0].shape == (0,)
@@ -136,7 +137,7 @@ def fill(archive: torch_zip_writer.Archive, path, tensors: list[torch.Tensor]) -
 @pytest.mark.parametrize("mmap", [True, False])
 def test_torch_loads_an_object_that_was_laid_out_around_holes(tmp_path, mmap):
     tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.randn(()), torch.empty(0, 4)]
-    blanks = [torch_zip_writer.Blank(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    blanks = [torch_zip_writer.Blank(DType.of(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
     names = "abcd"
     value = {"model": dict(zip(names, blanks, strict=True)), "tied": blanks[0], "step": 3, "rate": 0.1, "none": None}
     value |= {"real": torch.arange(6).view(2, 3).t(), "dtype": torch.bfloat16}
@@ -151,7 +152,7 @@ def test_torch_loads_an_object_that_was_laid_out_around_holes(tmp_path, mmap):
 
 
 def test_where_a_hole_is_follows_from_the_tensors_alone():
-    blanks = {"a": torch_zip_writer.Blank(torch.bfloat16, (1 << 36,)), "b": torch_zip_writer.Blank(torch.float32, (3,))}
+    blanks = {"a": torch_zip_writer.Blank(DType.bfloat16, (1 << 36,)), "b": torch_zip_writer.Blank(DType.float32, (3,))}
     short = torch_zip_writer.lay_out({"model": blanks})
     long = torch_zip_writer.lay_out({"before": "x" * 1000, "model": blanks, "payload": torch.ones(1000)})
     assert short.holes == long.holes

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
@@ -392,10 +393,11 @@ def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine,
 
 @pytest.mark.parametrize("engine", engines().values(), ids=engines())
 def test_a_directory_without_fp8_weights_is_no_export(source, engine):
-    assert engine_rules.check(source, engine)[-1].what == "no weight is codes"
+    assert engine_rules.check(source, engine)[-1].what == "no weight is codes: all are bfloat16"
     for more in ((), ("--json",)):
         found = CliRunner().invoke(main, ["verify", str(source.path), "--target", engine.name, *more])
-        assert found.exit_code == 1 and "no weight is codes" in found.output
+        assert found.exit_code == 1 and "no weight is codes: all are bfloat16" in found.output
+        assert "values need no quantization" in found.output
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -0.01, 1e9, 1e-25])
@@ -405,7 +407,7 @@ def test_scales_of_no_use_are_refused(tmp_path, source, kind, scale):
     stored = {name: read_tensor(exported.stored, name) for name in exported.stored.specs}
     name = f"model.layers.0.self_attn.{kind}" if kind == "k_scale" else DOWN.replace("weight", kind)
     stored[name] = torch.tensor([scale])
-    specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in stored.items()}
+    specs = {name: TensorSpec(tuple(each.shape), DType.of(each.dtype)) for name, each in stored.items()}
     for engine in (engines()["vllm"], engines()["transformers"]):
         found = engine.check(exported.config, specs, stored.__getitem__)
         assert [each.what for each in found if each.where == name and each.rule.fatal] == [f"a scale of {scale:.6g}"]

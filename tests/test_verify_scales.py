@@ -23,6 +23,7 @@ from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.elements import E4M3
@@ -214,7 +215,7 @@ def test_how_values_were_coded_is_compared_and_how_codes_are_only_where_they_dec
     stored[f"{DOWN}.weight_scale"][-1] *= 2
     other = in_memory.InMemory(values.reader.model, "hf", stored)
     assert against(stored=other) == [f"{name}: it was coded with other scales in A than in B"]
-    spec = replace(had.weights[name], dtype=torch.float8_e5m2)
+    spec = replace(had.weights[name], dtype=DType.float8_e5m2)
     assert against(weights={**had.weights, name: spec}) == [f"{name}: it was coded with other scales in A than in B"]
     had = replace(had, files={QUANT_CONFIG: b'{"quantization": {"quant_algo": "FP8"}}'})
     assert against() == []

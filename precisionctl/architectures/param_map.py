@@ -5,18 +5,23 @@ are numbered through, whatever rank has them; multi-token prediction layers coun
 their number in Hugging Face, which counts on from the decoder's).
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.config_keys import Entry
 from precisionctl.architectures.rearrange import SAME, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Place = Mapping[str, int]
 """The numbers for a row's placeholders."""
@@ -77,10 +82,10 @@ class Row:
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
     wide_beside: str | None = None
-    as_stored: "Row | None" = None
+    as_stored: Row | None = None
 
     @property
-    def source(self) -> "Row":
+    def source(self) -> Row:
         """The row as the source spells it."""
         return self.as_stored or self
 
@@ -106,12 +111,16 @@ class Row:
         whole = self.shape(model)
         if layout == "megatron":
             return (whole,)
+        if self.is_row_permutation(model):
+            moved = self.rearrangement.split(np.empty((whole[0], 1), np.uint8), model)
+            return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing
         return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         """Hugging Face's tensors as the whole Megatron one."""
-        return self.rearrangement.merge(parts, model)
+        whole: Tensor = self.rearrangement.merge(parts, model)
+        return whole
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         """The inverse of `merge`."""

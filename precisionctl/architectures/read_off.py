@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from precisionctl.architectures.param_map import Architecture, Place, Row
+from precisionctl.dtypes import DType
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
-VALUES = (torch.bfloat16, torch.float16, torch.float32)
+VALUES = (DType.bfloat16, DType.float16, DType.float32)
 """What is rounded to the dtype that is asked for, as codes are decoded to it. Tensors of other dtypes travel as they
 are."""
 

@@ -2,26 +2,56 @@
 
 `merge` makes Megatron's one tensor of Hugging Face's, `split` is its inverse. Where `is_row_permutation` holds, both
 only put rows (dimension 0) into another order, so they work on values and on row numbers alike: `planning/segments.py`
-runs them on row numbers to turn a row of the table into copies.
+runs them on row numbers, an array of NumPy's, to turn a row of the table into copies.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from precisionctl.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
+"""Values, or row numbers."""
 
 
 class Rearrangement(Protocol):
     """How the tensors of a row go from Hugging Face to Megatron and back. `is_row_permutation` says whether both ways
-    only put rows into another order, and compute nothing."""
+    only put rows into another order, and compute nothing: then they take, and give, arrays of row numbers too."""
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor: ...
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]: ...
+    def merge(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
+    def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]: ...
     def is_row_permutation(self, model: ModelShape) -> bool: ...
+
+
+def _joined(parts: Sequence[Movable], axis: int = 0) -> Movable:
+    """One after the other along an axis."""
+    several: Any = tuple(parts)
+    joined: Movable = np.concatenate(several, axis) if isinstance(parts[0], np.ndarray) else torch.cat(several, axis)
+    return joined
+
+
+def _cut(whole: Movable, sizes: Sequence[int], axis: int = 0) -> list[Movable]:
+    """The inverse, into parts of these sizes."""
+    stops = [*accumulate(sizes)]
+    spans = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    return [whole[(slice(None),) * axis + (span,)] for span in spans]
+
+
+def _flat(grouped: Movable) -> Movable:
+    """Movable of all groups, of `[groups, rows, ...]`."""
+    return grouped.reshape(grouped.shape[0] * grouped.shape[1], *grouped.shape[2:])
 
 
 class _RowPermutation:
@@ -37,22 +67,24 @@ class _Computation:
 class Same(_RowPermutation):
     """The same tensor."""
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return parts[0]
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole,)
 
 
 class Vocabulary(_RowPermutation):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (values,) = parts
-        padding = values.new_zeros(model.padded_vocab_size - model.vocab_size, *values.shape[1:])
-        return torch.cat([values[: model.vocab_size], padding])
+        shape = (model.padded_vocab_size - model.vocab_size, *values.shape[1:])
+        numbers = isinstance(values, np.ndarray)
+        padding = np.zeros(shape, values.dtype) if numbers else values.new_zeros(shape)
+        return _joined([values[: model.vocab_size], padding])
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole[: model.vocab_size],)
 
 
@@ -63,34 +95,34 @@ class Grouped(_RowPermutation):
     `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves.
     """
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         query, key, value = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
         if model.attention_output_gate:
             query = self._with_gates(query, (-1, 2), model)
-        return torch.cat([query, key, value], dim=1).flatten(0, 1)
+        return _flat(_joined([query, key, value], 1))
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
         queries = grouped.shape[1] - 2 * model.kv_channels
-        query, key, value = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
+        query, key, value = _cut(grouped, [queries, model.kv_channels, model.kv_channels], 1)
         if model.attention_output_gate:
             query = self._with_gates(query, (2, -1), model)
-        return tuple(part.flatten(0, 1) for part in (query, key, value))
+        return tuple(_flat(part) for part in (query, key, value))
 
-    def _with_gates(self, query: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
+    def _with_gates(self, query: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
         """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""
         heads = query.reshape(query.shape[0], *order, model.kv_channels, *query.shape[2:])
-        return heads.transpose(1, 2).flatten(1, 3)
+        return heads.swapaxes(1, 2).reshape(query.shape)
 
 
 class Halves(_RowPermutation):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return torch.cat(list(parts))
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return whole.chunk(2)
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(_cut(whole, [len(whole) // 2] * 2))
 
 
 class DeltaNetByHead(_RowPermutation):
@@ -99,30 +131,32 @@ class DeltaNetByHead(_RowPermutation):
     (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
     """
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         assert model.gdn
-        heads, kinds = model.gdn.num_key_heads, list[Tensor]()
+        heads = model.gdn.num_key_heads
+        kinds: list[Movable] = []
         for part, sizes in zip(parts, (model.gdn.in_proj_parts[:4], model.gdn.in_proj_parts[4:]), strict=True):
             by_head = part.reshape(heads, -1, *part.shape[1:])
-            kinds += torch.split(by_head, [size // heads for size in sizes], dim=1)
-        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+            kinds += _cut(by_head, [size // heads for size in sizes], 1)
+        return _joined([_flat(kind) for kind in kinds])
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         assert model.gdn
-        kinds = torch.split(whole, list(model.gdn.in_proj_parts))
+        kinds = _cut(whole, model.gdn.in_proj_parts)
         by_head = [kind.reshape(model.gdn.num_key_heads, -1, *kind.shape[1:]) for kind in kinds]
-        return tuple(torch.cat(those, dim=1).flatten(0, 1) for those in (by_head[:4], by_head[4:]))
+        return tuple(_flat(_joined(those, 1)) for those in (by_head[:4], by_head[4:]))
 
 
 class DeltaNetByKind(_RowPermutation):
     """The same, of four tensors in Hugging Face: queries, keys and values; output gates; betas; alphas (Qwen3.5)."""
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return torch.cat(list(parts))
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        assert model.gdn
-        return torch.split(whole, [model.gdn.conv_size, *model.gdn.in_proj_parts[3:]])
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        gdn = model.gdn
+        assert gdn
+        return tuple(_cut(whole, [gdn.conv_size, *gdn.in_proj_parts[3:]]))
 
 
 @dataclass(frozen=True)
@@ -131,13 +165,14 @@ class Joined:
 
     inner: Rearrangement
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (joined,) = parts
-        sizes = [part.shape[0] for part in self.inner.split(torch.empty_like(joined, device="meta"), model)]
-        return self.inner.merge(torch.split(joined, sizes), model)
+        sizes = [len(part) for part in self.inner.split(np.empty((len(joined), 1)), model)]
+        merged: Movable = self.inner.merge(_cut(joined, sizes), model)
+        return merged
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (torch.cat(self.inner.split(whole, model)),)
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (_joined(self.inner.split(whole, model)),)
 
     def is_row_permutation(self, model: ModelShape) -> bool:
         return self.inner.is_row_permutation(model)
@@ -150,7 +185,8 @@ class Transposed(_Computation):
     inner: Rearrangement
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return self.inner.merge([part.t() for part in parts], model).contiguous()
+        merged: Tensor = self.inner.merge([part.t() for part in parts], model)
+        return merged.contiguous()
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return tuple(part.t().contiguous() for part in self.inner.split(whole, model))

@@ -5,15 +5,17 @@ A Reader or a Writer says which chunks hold each logical tensor: boxes of the te
 data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.elements import Packing
@@ -22,6 +24,12 @@ from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
@@ -38,12 +46,24 @@ class Box:
     def elements(self) -> int:
         return self.rows * self.columns
 
-    def intersect(self, other: "Box") -> "Box | None":
+    def intersect(self, other: Box) -> Box | None:
         """The part that is in both boxes; None where they do not overlap."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+    def run(self, start: int, count: int) -> Iterator[Box]:
+        """Elements `[start, start + count)` of the box, counted row by row, as boxes: where the run begins or ends in a
+        row, that row is cut."""
+        while count:
+            row, column = divmod(start, self.columns)
+            if column or count < self.columns:
+                cut = Box(self.row + row, 1, self.column + column, min(count, self.columns - column))
+            else:
+                cut = Box(self.row + row, count // self.columns, self.column, self.columns)
+            yield cut
+            start, count = start + cut.elements, count - cut.elements
 
 
 class Computed(Protocol):
@@ -64,7 +84,7 @@ class Chunk:
     """
 
     box: Box
-    place: "Path | Tensor | Computed"
+    place: Path | Tensor | Computed
     offset: int = 0
     only: Box | None = None
 
@@ -158,7 +178,7 @@ class Hints:
     companions: Companions | None = None
     grouped_columns: ColumnOrder | None = None
     reference: Path | None = None
-    towers: "Chunked | None" = None
+    towers: Chunked | None = None
 
 
 NO_HINTS = Hints()
@@ -260,18 +280,30 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
 def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) -> Tensor:
     """A part of a tensor, `[box.rows, box.columns]`, as `read_rows`."""
     if out is None:
-        out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype)
-    for chunk, part in _touching(source, name, box):
-        into = _window(out, part, box.row, box.column)
-        if isinstance(chunk.place, Tensor):
-            into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
-        elif not isinstance(chunk.place, Path):
-            into.copy_(_window(chunk.place.rows(part.row, part.rows), part, part.row, 0))
-        elif into.is_contiguous():
-            _read(chunk, part, into)
-        else:
-            into.copy_(_read(chunk, part, torch.empty(into.shape, dtype=into.dtype)))
+        out = torch.empty(box.rows, box.columns, dtype=source.specs[name].dtype.torch)
+    if out.numel():
+        _read_box(source, name, box, out.view(torch.uint8).numpy())
     return out
+
+
+def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | None = None) -> Bytes:
+    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values; they need no
+    PyTorch."""
+    spec = source.specs[name]
+    if into is None:
+        into = np.empty((rows, spec.width * spec.dtype.itemsize), np.uint8)
+    _read_box(source, name, Box(row, rows, 0, spec.width), into)
+    return into
+
+
+def _read_box(source: Chunked, name: str, box: Box, into: Bytes) -> None:
+    dtype = source.specs[name].dtype
+    for chunk, part in _touching(source, name, box):
+        window = _window(into, part, box, dtype.itemsize)
+        if isinstance(chunk.place, Path):
+            _read(chunk, part, window)
+        else:
+            torch.from_numpy(window).view(dtype.torch).copy_(_held(chunk, part))
 
 
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
@@ -294,47 +326,51 @@ def rows_held(place: Chunked, name: str) -> list[range]:
     return runs
 
 
-def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
+def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
+    whole = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
     try:
-        _transfer(chunk, part, into, _read_some, os.O_RDONLY)
+        _transfer(chunk, part, whole, _read_some, os.O_RDONLY)
     except OSError as error:
         raise CheckpointError(
             f"not readable: {error.strerror}",
             where=chunk.place,
             do="Is its disk failing? What is done is kept; copy the file again and run the same command.",
         ) from error
-    return into
+    if whole is not into:
+        into[:] = whole
 
 
-def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Write `[rows, width]` values, of the target's dtype, at row `row`."""
-    if not values.numel():
-        return
-    spec = target.specs[name]
-    values = values.reshape(-1, spec.width)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
-        window = _window(values, part, row, 0)
-        if isinstance(chunk.place, Tensor):
-            _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
+def write_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> None:
+    """Write `[rows, width]` values, of the target's dtype, at row `row`; or their bytes, `[rows, width * itemsize]`."""
+    for chunk, part, window in _windows(target, name, row, values):
+        if isinstance(chunk.place, Path):
+            _transfer(chunk, part, np.ascontiguousarray(window), _write_some, os.O_WRONLY)
         else:
-            _transfer(chunk, part, window.contiguous(), _write_some, os.O_WRONLY)
+            _held(chunk, part).copy_(torch.from_numpy(window).view(target.specs[name].dtype.torch))
 
 
-def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
-    if not values.numel():
-        return
-    spec = target.specs[name]
-    values = values.reshape(-1, spec.width)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
-        expected = _window(values, part, row, 0).contiguous()
-        found = _read(chunk, part, torch.empty_like(expected))
-        if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+def check_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> None:
+    """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit; as `write_rows`."""
+    for chunk, part, window in _windows(target, name, row, values):
+        found = np.empty(window.shape, np.uint8)
+        _read(chunk, part, found)
+        if not np.array_equal(window, found):
             raise DamagedCheckpoint(
                 f"`{name}` reads back other than it was written",
                 where=chunk.place,
                 do="Is the disk or the memory failing? Run with --restart.",
             )
+
+
+def _windows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> Iterator[tuple[Chunk, Box, Bytes]]:
+    """The chunks that rows from `row` on are in, the part of each, and its bytes among those of these values."""
+    if 0 in values.shape:
+        return
+    spec = target.specs[name]
+    data = values if isinstance(values, np.ndarray) else bytes_of(values.reshape(-1, spec.width))
+    box = Box(row, len(data), 0, spec.width)
+    for chunk, part in _touching(target, name, box):
+        yield chunk, part, _window(data, part, box, spec.dtype.itemsize)
 
 
 def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
@@ -345,10 +381,26 @@ def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]
             yield chunk, part
 
 
-def _window(tensor: Tensor, part: Box, row: int, column: int) -> Tensor:
-    """`part` of a tensor whose first element is element (row, column) of the logical tensor."""
-    flat = tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)
-    return flat[part.row - row : part.row - row + part.rows, part.column - column : part.column - column + part.columns]
+def bytes_of(values: Tensor) -> Bytes:
+    """The memory of a tensor `[rows, columns]` on a CPU, or of a contiguous copy."""
+    return values.detach().contiguous().view(torch.uint8).numpy()
+
+
+def _window(data: Bytes, part: Box, of: Box, itemsize: int) -> Bytes:
+    """`part` of the bytes of a box."""
+    column = (part.column - of.column) * itemsize
+    return data[part.row - of.row : part.row - of.row + part.rows, column : column + part.columns * itemsize]
+
+
+def _held(chunk: Chunk, part: Box) -> Tensor:
+    """`part` of a chunk that is no file: a live tensor's own memory, or rows that are computed now."""
+    if not isinstance(chunk.place, torch.Tensor):
+        assert not isinstance(chunk.place, Path)
+        return chunk.place.rows(part.row, part.rows)[:, part.column : part.column + part.columns]
+    live = chunk.place.detach()
+    row, column = part.row - chunk.box.row, part.column - chunk.box.column
+    flat = live.view(live.shape[0] if live.dim() else 1, -1)
+    return flat[row : row + part.rows, column : column + part.columns]
 
 
 def _read_some(file: int, into: memoryview, at: int) -> int:
@@ -365,17 +417,17 @@ _WRITTEN_AT_ONCE = 128 << 10
 kernel's time, in calls of 128 KB 0.6 to 0.9 s."""
 
 
-def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[[int, memoryview, int], int], flags: int) -> None:
+def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memoryview, int], int], flags: int) -> None:
     """Read or write `part` of a file's chunk; `window` is contiguous. One call if it is contiguous in the file, too,
     else one for each row."""
-    itemsize = window.element_size()
+    itemsize = window.shape[1] // part.columns
     pitch = chunk.box.columns * itemsize
     offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize
-    runs = [window] if part.columns == chunk.box.columns else window.unbind(0)
+    runs = [window] if part.columns == chunk.box.columns else list(window)
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
-            data, at = run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch
+            data, at = run.data.cast("B"), offset + index * pitch
             while data:  # a call may transfer less than it is asked for
                 done = call(file, data, at)
                 if done == 0:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, LazyDict, LazyList, PickledObject, dump
 from precisionctl.untrusted import safe_pickle
@@ -37,7 +36,7 @@ class DcpTensor:
     """A tensor as `.metadata` describes it, in pieces."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     pieces: tuple[DcpPiece, ...]
 
 
@@ -105,7 +104,7 @@ _ALLOWED = _Allowed(
         (_METADATA, "BytesStorageMetadata"): _Object,
         (_METADATA, "MetadataIndex"): _MetadataIndex,
         **{(module, name): _Plain for module, names in _PLAIN.items() for name in names},
-        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+        **safe_pickle.DTYPES,
         ("torch", "Size"): itself,
         ("torch.serialization", "_get_layout"): itself,
     }
@@ -134,7 +133,7 @@ def read_index(directory: Path) -> Index:
                 boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
                 pieces = tuple(DcpPiece(*box, files.span(infos[key, box[0]])) for box in boxes)
                 value = entry.properties.args[0]
-                if not isinstance(value, torch.dtype):
+                if not isinstance(value, DType):
                     raise ValueError(f"{shown(value)} as a dtype")
                 # Before memory of these sizes is allocated: each piece must be inside its tensor and its file, and
                 # together they must have as many elements as the tensor. The reader checks for overlaps.
@@ -216,7 +215,7 @@ def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
             _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
             for piece in tensor.pieces
         )
-        dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
+        dtype = Global("torch", tensor.dtype)
         layout = PickledObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
         contiguous = PickledObject(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
         state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned

@@ -5,13 +5,15 @@ torchtitan makes each parameter a group. An optimizer's own state dict, as megat
 parameters.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
@@ -59,7 +61,7 @@ class DcpOptimizer:
             span = tensor.pieces[0].span
             value = torch_zip.load(span.read(), span) if tensor.shape in ((), (1,)) else None
             with damage(f"the step of `{name}` is no number", span):
-                if not isinstance(value, Tensor):
+                if not isinstance(value, torch.Tensor):
                     raise TypeError
                 counts.setdefault(int(value), name)
         if not counts:

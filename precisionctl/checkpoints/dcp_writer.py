@@ -1,6 +1,8 @@
 """Write PyTorch's own checkpoints (DCP) with Hugging Face's names, as `dcp.save` writes `{"model": ..., "optimizer":
 ...}` of `get_state_dict`, so that trainers load what they have names for in memory."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +18,7 @@ from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.torch_dist.placement import lay_out, place, stored_tensors
 from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import ONE_RANK, STATE, TensorSpec
@@ -97,7 +100,7 @@ class DcpWriter:
                 if shape is None:
                     objects[key] = span
                 else:
-                    tensors[key] = dcp.DcpTensor(shape, torch.float32, (dcp.DcpPiece(shape, shape, span),))
+                    tensors[key] = dcp.DcpTensor(shape, DType.float32, (dcp.DcpPiece(shape, shape, span),))
                 offset += file.write(record)
         for name, data in self._companions.files.items():
             (self.directory / name).write_bytes(data)

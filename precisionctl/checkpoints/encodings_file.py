@@ -5,15 +5,16 @@ they come from, with their names, shapes and dtypes. Its metadata has the `quant
 dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
@@ -25,6 +26,9 @@ from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, check_beside, complete_encoding, recognise
 from precisionctl.untrusted.safe_files import has_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUANT_CONFIG = "hf_quant_config.json"
 """Written by ModelOpt beside config.json; older versions wrote it in place of config.json's `quantization_config`."""

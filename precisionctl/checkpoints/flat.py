@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from precisionctl.checkpoints.base import Box, Chunk
+from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.param import TensorSpec
 
@@ -89,18 +89,13 @@ class FlatTensor:
     flat: Flat
 
     def chunks(self) -> Iterator[Chunk]:
-        """Boxes of the tensor. Where a run begins or ends in a row, that row is cut."""
-        columns, start = self.spec.columns, 0
-        for path, offset, count in self.flat.runs(0, self.spec.rows * columns):
-            while count:
-                row, column = divmod(start, columns)
-                if column or count < columns:
-                    box = Box(row, 1, column, min(count, columns - column))
-                else:
-                    box = Box(row, count // columns, 0, columns)
+        """Boxes of the tensor, some of them parts of rows."""
+        start = 0
+        for path, offset, count in self.flat.runs(0, self.spec.rows * self.spec.columns):
+            for box in whole(self.spec).run(start, count):
                 yield Chunk(box, path, offset)
-                start, count = start + box.elements, count - box.elements
                 offset += box.elements * self.spec.dtype.itemsize
+            start += count
 
     def slices(self) -> Iterator["FlatTensor"]:
         """What each index of its first dimension has."""

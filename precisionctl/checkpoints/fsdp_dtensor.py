@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
 from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
@@ -23,6 +21,7 @@ from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import other_counts
+from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
@@ -47,7 +46,7 @@ class FsdpDtensorReader(TorchDistReader):
         self._masters: Mapping[str, TensorSpec] = {
             f"{MASTER}{name}": self.specs[name]
             for name in trained
-            if name in self.specs and self.specs[name].dtype == torch.float32
+            if name in self.specs and self.specs[name].dtype == DType.float32
         }
         self._steps = {name: match[1] for name in self._of_optimizer if (match := _STEP.fullmatch(name))}
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from precisionctl.checkpoints.safetensors_file import StoredTensor
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
@@ -102,13 +101,12 @@ def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple
             continue
         scales = places.get(f"{match[1]}_scales{match[2]}")
         for kind, spec in ((name, stored.spec), (f"{match[1]}_scales", scales[1].spec if scales else None)):
-            if spec is not None and spec.dtype != torch.uint8:
-                dtype = str(spec.dtype).removeprefix("torch.")
-                raise DamagedCheckpoint(f"`{kind}` is {dtype}; MXFP4 is made of bytes", where=file)
+            if spec is not None and spec.dtype != DType.uint8:
+                raise DamagedCheckpoint(f"`{kind}` is {spec.dtype}; MXFP4 is made of bytes", where=file)
         shape = stored.spec.shape
         if len(shape) != 3 or shape[2] != _BYTES:
             what = f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]"
             raise DamagedCheckpoint(what, where=file)
-        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.uint8, packing=BLOCKS_OF_16)
+        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), DType.uint8, packing=BLOCKS_OF_16)
         found[name] = file, replace(stored, spec=codes)
     return found

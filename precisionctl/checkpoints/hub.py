@@ -3,14 +3,23 @@
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from glob import escape
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, PrecisionctlError, UnknownFormat
+from precisionctl.errors import (
+    CheckpointError,
+    DiskProblem,
+    EnvironmentProblem,
+    PrecisionctlError,
+    RecipeError,
+    UnknownFormat,
+)
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
 _REMOTE = re.compile(r"[a-z][a-z0-9+]*://.+")
@@ -21,16 +30,18 @@ _PICKLES = ("pytorch_model", "adapter_model")
 
 @dataclass(frozen=True)
 class HubName:
-    """`org/name` or `org/name@revision`: a repository of a model; without a revision, its `main`."""
+    """`org/name` or `org/name@revision`: a repository of a model; without a revision, its `main`. Without `weights`, of
+    one that only the tokenizer is wanted of."""
 
     repo: str
     revision: str | None = None
+    weights: bool = True
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
     @staticmethod
-    def read(text: str) -> "HubName | None":
+    def read(text: str, *, weights: bool = True) -> "HubName | None":
         """The name that a text is; None if it is a path. A path that exists always is one, and so is any in a folder
         that does.
 
@@ -45,60 +56,106 @@ class HubName:
                 where=text,
                 do="Copy the directory first (`aws s3 sync`, `gcloud storage rsync -r`, `rclone copy`), or mount it.",
             )
-        found = _NAME.fullmatch(text)
-        if found and not path.parent.exists():
-            return HubName(found["repo"], found["revision"])
-        why = f"and {path.parent}, which is here, does not have it" if path.parent.exists() else "nor is it ORG/NAME"
+        found, folder = _NAME.fullmatch(text), path.parent
+        if found and not folder.exists():
+            return HubName(found["repo"], found["revision"], weights)
+        beside: list[str] = []
+        with suppress(OSError):  # the folder may be a file, or not ours to list
+            beside = [each.name for each in folder.iterdir()]
+        near = get_close_matches(path.name, beside, n=1)
         raise UnknownFormat(
-            f"no such file or directory, {why}",
+            "no such file or directory" if folder == Path() or not folder.exists() else f"no such path in {folder}",
             where=text,
-            do="Give a path that exists, or a name on the Hub, as ORG/NAME or ORG/NAME@REVISION.",
+            do=f"Did you mean {folder / near[0]}?"
+            if near
+            else "Give a path that exists, or a name on the Hub, as ORG/NAME or ORG/NAME@REVISION.",
         )
 
-    def download(self, *, progress: bool = True) -> Path:
+    def download(
+        self, *, progress: bool = True, several: bool = False, on_size: Callable[[int], None] = lambda nbytes: None
+    ) -> Path:
         """The directory in the client's cache that has the files of a checkpoint (`needed`). What is there already is
-        not downloaded again, and where the Hub cannot be reached has to do.
+        not downloaded again, and where the Hub cannot be reached has to do. `several` says that other processes take
+        the same name; `on_size` is called with the bytes to download, if there are any.
 
-        Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; EnvironmentProblem
-        if the Hub cannot be reached, DiskProblem for a full disk.
+        Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; RecipeError for a
+        name of which several processes may get several commits; EnvironmentProblem if the Hub cannot be reached,
+        DiskProblem for a full disk.
         """
-        from huggingface_hub import HfApi, errors, snapshot_download
+        from huggingface_hub import errors, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
+        try:
+            try:
+                return self._ask(progress, several, on_size)
+            except (OfflineModeIsEnabled, HTTPError) as error:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                    raise
+            # without a list of files: what is missing, the directory's Reader says
+            config = ["config.json", "adapter_config.json"]
+            cached = snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
+        except (HTTPError, OSError, HFValidationError) as error:
+            raise self._in_our_words(error) from error
+        if several:
+            self._check_pinned(Path(cached).name)
+        return Path(cached)
+
+    def _ask(self, progress: bool, several: bool, on_size: Callable[[int], None]) -> Path:
+        """`download`, where the Hub can be reached; errors of its client are raised as they are."""
+        from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
         class Silent(tqdm):
             def __init__(self, *arguments: Any, **named: Any) -> None:
                 super().__init__(*arguments, **named | {"disable": True})  # type: ignore[no-untyped-call]
 
-        try:
-            try:
-                bar = tqdm if progress else Silent
-                for _ in range(3):
-                    info = HfApi().model_info(self.repo, revision=self.revision)
-                    if not re.fullmatch("[0-9a-f]{40}", info.sha or ""):  # it becomes the name of a directory
-                        raise TypeError("its commit has no name")
-                    patterns = [escape(name) for name in needed([each.rfilename for each in info.siblings or ()], self)]
-                    found = Path(
-                        snapshot_download(self.repo, revision=self.revision, allow_patterns=patterns, tqdm_class=bar)
-                    )
-                    if found.name == info.sha:  # else the branch moved between the two
-                        return found
-                raise TypeError("its branch moves with each request")
-            except (OfflineModeIsEnabled, HTTPError) as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-                    raise
-                # without a list of files: what is missing, the directory's Reader says
-                config = ["config.json", "adapter_config.json"]
-                return Path(
-                    snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
+        for _ in range(3):
+            with self._answered():
+                info = HfApi().model_info(self.repo, revision=self.revision, files_metadata=True)
+            commit = info.sha or ""
+            if not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes the name of a directory
+                raise self._not_the_hub("its commit has no name")
+            if several:
+                self._check_pinned(commit)
+            sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+            names = needed([*sizes], self, weights=self.weights)
+            absent = [name for name in names if not try_to_load_from_cache(self.repo, name, revision=commit)]
+            if absent:
+                on_size(sum(sizes[name] for name in absent))
+            with self._answered():
+                found = snapshot_download(
+                    self.repo,
+                    revision=self.revision,
+                    allow_patterns=[escape(name) for name in names],
+                    tqdm_class=tqdm if progress else Silent,
                 )
+            if Path(found).name == commit:  # else the branch moved between the two
+                return Path(found)
+        do = f"Name a commit: {self.repo}@{commit}"
+        raise EnvironmentProblem("its branch moves with each request", where=self, do=do)
+
+    def _check_pinned(self, commit: str) -> None:
+        """Raise RecipeError for a branch or a tag, which may move from one process's request to another's."""
+        if self.revision != commit:
+            raise RecipeError(
+                f"each process would ask the Hub for `{self.revision or 'main'}` by itself, and could get another "
+                "commit",
+                where=self,
+                do=f"Name the commit: {self.repo}@{commit}",
+            )
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """A call of the client: what it trips over is no answer of the Hub's. Raises EnvironmentProblem."""
+        try:
+            yield
         except (TypeError, AssertionError, JSONDecodeError) as error:
-            do = "Is HF_ENDPOINT another server?"
-            raise EnvironmentProblem(f"the answer is none of the Hub's: {error}", where=self, do=do) from error
-        except (HTTPError, OSError, HFValidationError) as error:
-            raise self._in_our_words(error) from error
+            raise self._not_the_hub(str(error)) from error
+
+    def _not_the_hub(self, why: str) -> EnvironmentProblem:
+        do = "Is HF_ENDPOINT another server?"
+        return EnvironmentProblem(f"the answer is none of the Hub's: {why}", where=self, do=do)
 
     def _in_our_words(self, error: Exception) -> PrecisionctlError:
         from huggingface_hub.errors import (
@@ -126,9 +183,8 @@ class HubName:
                 return CheckpointError("neither a path that exists nor a name that the Hub can have", where=self, do=do)
             case LocalEntryNotFoundError():
                 do = "Go online (is HF_HUB_OFFLINE set, or HF_ENDPOINT wrong?), or give the path of a copy."
-                return EnvironmentProblem(
-                    "the Hub cannot be reached, and its cache has no such model", where=self, do=do
-                )
+                what = "no such path, and as a name on the Hub: it cannot be reached, and its cache has no such model"
+                return EnvironmentProblem(what, where=self, do=do)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 do = "Make room, or set HF_HOME to another disk; the same command goes on with the download."
                 return DiskProblem("no room for the download", where=self, do=do)
@@ -137,22 +193,25 @@ class HubName:
         return EnvironmentProblem(what, where=self, do="Try again: what is downloaded is kept.")
 
 
-def needed(names: Sequence[str], where: object) -> list[str]:
+def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
     """Of a repository's files those that a checkpoint is read from: weights in safetensors, in pickles only where there
-    are no others; configs, tokenizer and licence; FP8 state of ours. No code, and nothing else in folders.
+    are no others; configs, tokenizer and licence; FP8 state of ours. No code, and nothing else in folders. Without
+    `weights`, those beside them.
 
     Raises CheckpointError where there are no such weights.
     """
     from precisionctl.checkpoints.companions import kind_of  # takes torch with it, which `--help` does without
 
     top = [name for name in names if "/" not in name]
-    weights = [name for name in top if name.endswith(".safetensors")]
-    weights = [name for name in weights if not name.startswith("consolidated")] or weights  # Mistral's own, once more
-    weights = weights or [name for name in top if name.endswith(".bin") and name.startswith(_PICKLES)]
+    kinds_of = {name: kind_of(name) for name in top}
+    beside = [name for name, kind in kinds_of.items() if name.endswith(".json") or (kind and kind.fate == "travels")]
     if not weights:
+        return beside
+    stored = [name for name in top if name.endswith(".safetensors")]
+    stored = [name for name in stored if not name.startswith("consolidated")] or stored  # Mistral's own, once more
+    stored = stored or [name for name in top if name.endswith(".bin") and name.startswith(_PICKLES)]
+    if not stored:
         kinds = ", ".join(sorted({f"*{Path(name).suffix}" for name in top if Path(name).suffix}))
         do = "Is there a release of it in Hugging Face's format? Other formats are read from a path."
         raise CheckpointError(f"no weights in safetensors or .bin, but {kinds or 'nothing'}", where=where, do=do)
-    kinds_of = {name: kind_of(name) for name in top}
-    beside = [name for name, kind in kinds_of.items() if name.endswith(".json") or (kind and kind.fate == "travels")]
-    return [*weights, *beside, *(name for name in names if _OURS.fullmatch(name))]
+    return [*stored, *beside, *(name for name in names if _OURS.fullmatch(name))]

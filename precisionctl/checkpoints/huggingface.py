@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor
@@ -27,6 +25,7 @@ from precisionctl.checkpoints.huggingface_files import (
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.checkpoints.transposed_codes import transposed_codes
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -251,11 +250,11 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
     """config.json's word for the dtype of values: that of most bytes, where codes are the BF16 that they decode to, and
     their scales nothing."""
     codes = sum(spec.rows * spec.columns for spec in specs.values() if spec.is_codes)
-    counts: dict[torch.dtype, int] = {torch.bfloat16: codes * torch.bfloat16.itemsize}
+    counts: dict[DType, int] = {DType.bfloat16: codes * DType.bfloat16.itemsize}
     for name, spec in specs.items():
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
-    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+    return max(counts, key=lambda dtype: counts[dtype]).value
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
-_PACKED, _OF_WEIGHTS = (torch.uint8, torch.int8, torch.int32), ("weight", "_packed", "_blocks")
+_PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32), ("weight", "_packed", "_blocks")
 
 
 def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
@@ -288,9 +287,8 @@ def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
     would lose their meaning without the `quantization_config`."""
     for name, spec in specs.items():
         if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
-            dtype = str(spec.dtype).removeprefix("torch.")
             raise PrecisionError(
-                f"`{name}` is {dtype}: codes of a kind that cannot be read",
+                f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
                 where=path,
                 do="Let the tool that made them decode them, or start from the release in BF16.",
             )

@@ -1,5 +1,7 @@
 """The weight files of a Hugging Face directory: safetensors or torch.save's `.bin`, one file or shards and an index."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -5,18 +5,25 @@ distributed over ranks, a rank has a shard of each tensor (tensor parallelism) a
 It reads and writes only those.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import sync_all
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,8 @@ class LiveModel:
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = {name: shard.spec for name, shard in self.shards.items()}
         for name, tensor in self.tensors.items():
-            spec = specs.get(name, TensorSpec(tuple(tensor.shape), tensor.dtype))
-            specs[name] = replace(spec, dtype=tensor.dtype)
+            spec = specs.get(name, TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype)))
+            specs[name] = replace(spec, dtype=DType.of(tensor.dtype))
         return specs
 
     def chunks(self, name: str) -> Sequence[Chunk]:
@@ -80,7 +87,7 @@ def _rows(tensor: Tensor) -> tuple[int, Tensor]:
     return first, mine
 
 
-class LazyTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, "Tensor"]):
     """Tensors that are computed when they are read. The last one is kept, as tensors are read piece by piece."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -109,7 +116,7 @@ class Snapshot:
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
 
     @staticmethod
-    def of(live: LiveModel) -> "Snapshot":
+    def of(live: LiveModel) -> Snapshot:
         """Copy a model's tensors. One that is there under several names is copied once, unless tensors are lazy."""
         copies: dict[int, Sequence[Chunk]] = {}
         held: dict[str, Sequence[Chunk]] = {}
@@ -118,7 +125,7 @@ class Snapshot:
             if id(tensor) not in known:
                 chunks = []
                 for chunk in live.chunks(name):
-                    assert isinstance(chunk.place, Tensor), "the chunks of a live model are tensors"
+                    assert isinstance(chunk.place, torch.Tensor), "the chunks of a live model are tensors"
                     chunks.append(replace(chunk, place=chunk.place.detach().to("cpu", copy=True)))
                 known[id(tensor)] = chunks
             held[name] = known[id(tensor)]
@@ -153,6 +160,5 @@ class LocalRows:
 
     def sync(self) -> None:
         """Sync the files that this rank has written to the disk."""
-        for file in {chunk.place for name in self.specs for chunk in self.chunks(name)}:
-            assert isinstance(file, Path), "the writer writes files"
-            sync(file)
+        chunks = (chunk for name in self.specs for chunk in self.chunks(name))
+        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})

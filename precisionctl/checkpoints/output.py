@@ -7,7 +7,9 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +77,7 @@ class Output:
     def commit(self) -> None:
         """Sync every file, then rename. Raises DestinationExists if something has appeared at `path` meanwhile."""
         self.check_free()
-        for directory, _, names in os.walk(self.partial):
-            for path in [Path(directory, name) for name in names] + [Path(directory)]:
-                sync(path)
+        sync_all(Path(directory, name) for directory, _, names in os.walk(self.partial) for name in (*names, os.curdir))
         for file in self.partial.glob(f"{self.token.name}*"):
             file.unlink()
         os.rename(self.partial, self.path)
@@ -97,6 +97,13 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_all(paths: Iterable[Path]) -> None:
+    """Sync files and directories, a few at a time: a journaling file system commits them together, and one after the
+    other 32 files of 4 KB took 100 ms instead of 12."""
+    with ThreadPoolExecutor(4) as threads:
+        deque(threads.map(sync, paths), maxlen=0)
 
 
 def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:

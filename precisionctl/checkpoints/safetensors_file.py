@@ -13,28 +13,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.untrusted.safe_files import check_fetched
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+DTYPES: Mapping[str, DType] = {
+    "F64": DType.float64,
+    "F32": DType.float32,
+    "F16": DType.float16,
+    "BF16": DType.bfloat16,
+    "F8_E4M3": DType.float8_e4m3fn,
+    "F8_E5M2": DType.float8_e5m2,
+    "F8_E4M3FNUZ": DType.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": DType.float8_e5m2fnuz,
+    "F8_E8M0": DType.float8_e8m0fnu,
+    "I64": DType.int64,
+    "I32": DType.int32,
+    "I16": DType.int16,
+    "I8": DType.int8,
+    "U8": DType.uint8,
+    "BOOL": DType.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from precisionctl.errors import UnsafePickle, shown
 
 
-class DType:
+class _TeDType:
     """Stands in for TE's enum of dtypes, which is in `transformer_engine_extensions` up to 1.7, then in
     `transformer_engine_torch`, and a Python enum since 2.17. It is pickled as a number (a call, or an object with
     state) or by name."""
@@ -69,7 +69,7 @@ def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
 
 
 def _weight(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> LocatedFp8Weight:
-    if not isinstance(dtype, DType):
+    if not isinstance(dtype, _TeDType):
         raise ValueError(f"{shown(dtype)} as the dtype of FP8 codes")
     dtype.check_e4m3()
     if data is None:
@@ -94,7 +94,7 @@ _NAMES: Mapping[str, Callable[..., Any]] = {
     "_make_float8_blockwise_tensor_in_reduce_ex": _blockwise,
     "MXFP8Tensor": _mxfp8,
     "_make_mxfp8_tensor_in_reduce_ex": _mxfp8,
-    "DType": DType,
+    "DType": _TeDType,
     **dict.fromkeys(
         ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"), _Quantizer
     ),
@@ -111,8 +111,8 @@ def attribute(owner: Any, name: Any) -> Any:
     for call in (_float8, _blockwise, _mxfp8):
         if owner is call and type(name) is str and name == "_make_in_reduce_ex":
             return call
-    if owner is DType and type(name) is str and name == "kFloat8E4M3":
-        return DType(7)
+    if owner is _TeDType and type(name) is str and name == "kFloat8E4M3":
+        return _TeDType(7)
     raise UnsafePickle(
         f"a pickle asks for getattr of {shown(name)}, which is not on the allow-list", do="Nothing was executed."
     )

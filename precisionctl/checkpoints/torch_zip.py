@@ -6,6 +6,8 @@ used because its allow-list still lets a few bytes ask for any amount of memory 
 inverse.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import io
@@ -18,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl.checkpoints import dtensors, te_tensors
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
@@ -52,10 +55,14 @@ class LocatedTensor(NamedTuple):
     made.
     """
 
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     offset: int
     part: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def locate(span: Span) -> LocatedTensor:
@@ -82,20 +89,21 @@ def skeleton(path: Path) -> Any:
             check_fetched(path)
             what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
             raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
-    return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)
+    return located(Span(path, 0, path.stat().st_size))
+
+
+def located(span: Span) -> Any:
+    """As `skeleton`, of an archive in a part of a file."""
+    return _skeleton(span, _SKELETON)
 
 
 def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MiB."""
-    length = _nbytes(tensor)
+    length = tensor.nbytes
     if length > _MAX_READ:
         raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
-    return elements(data, tensor.dtype).reshape(tensor.shape)
-
-
-def _nbytes(tensor: LocatedTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+    return elements(data, tensor.dtype.torch).reshape(tensor.shape)
 
 
 def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
@@ -123,7 +131,7 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         pickled = archive.read(stored(archive, f"{root}/data.pkl"))
         found = finite(safe_pickle.loads(pickled, allowed, span, storage))
         tensors = (one.local if isinstance(one, dtensors.RankShard) else one for one in parts(found))
-        described = sum(_nbytes(one) for one in tensors if isinstance(one, LocatedTensor))
+        described = sum(one.nbytes for one in tensors if isinstance(one, LocatedTensor))
         if described > _MOST_TIMES * span.length:
             what = f"tensors of {described} bytes that share the bytes of a file of {span.length}"
             raise DamagedCheckpoint(what, where=span, do="No trainer saves that: do not trust it.")
@@ -185,7 +193,7 @@ class _Objects(dict[tuple[str, str], Any]):
 _OBJECTS = _Objects(
     {
         **safe_pickle.STORAGES,
-        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+        **safe_pickle.DTYPES,
         ("_codecs", "encode"): _latin1,
         ("_io", "BytesIO"): io.BytesIO,
         ("__builtin__", "set"): safe_pickle.plain_set,
@@ -213,12 +221,12 @@ def load(data: bytes, where: object) -> Any:
 class _Storage(NamedTuple):
     """Bytes of a file that are elements of a dtype."""
 
-    dtype: torch.dtype
+    dtype: DType
     offset: int
     nbytes: int
 
 
-def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "LocatedTensor | Inert":
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LocatedTensor | Inert:
     """Stands in for torch._utils._rebuild_tensor_v2 where storages are only located, not read."""
     shape = sizes(size)
     (start,) = sizes((offset,))

@@ -4,6 +4,8 @@ The entries are those of torch.save in another order: first the holes, then ever
 depend on the tensors alone, and what is only known at the end (FP8 state) can have any size.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import io
@@ -16,6 +18,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.untrusted.safe_pickle import STORAGES
 
@@ -27,7 +30,7 @@ _ALIGNMENT = 64
 class Blank:
     """Stands for a contiguous tensor whose bytes are written later. The same Blank in two places is a shared tensor."""
 
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
 
     @property
@@ -108,7 +111,7 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
         name = str(len(blanks) + len(tensors))
         tensors[name] = value
         return _tensor(value, name)
-    if isinstance(value, torch.dtype):
+    if isinstance(value, DType | torch.dtype):
         return Global("torch", str(value).removeprefix("torch."))
     if isinstance(value, io.BytesIO):
         return PickledObject(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
@@ -127,7 +130,8 @@ def _tensor(tensor: Blank | torch.Tensor, name: str) -> PickledObject:
     """A contiguous tensor as PyTorch pickles it."""
     shape = tuple(tensor.shape)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    storage = PersistentId(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
+    dtype = tensor.dtype if isinstance(tensor, Blank) else DType.of(tensor.dtype)
+    storage = PersistentId(("storage", _STORAGE_CLASSES[dtype], name, "cpu", math.prod(shape)))
     hooks = PickledObject(Global("collections", "OrderedDict"), ())
     return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
 
@@ -136,7 +140,7 @@ _STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
 
 
 @functools.cache
-def record(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
+def record(dtype: DType, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of one tensor of this dtype and shape, as `lay_out` makes it."""
     archive = lay_out(Blank(dtype, shape))
     (hole,) = archive.holes.values()
@@ -162,7 +166,7 @@ def _interned(value: Any) -> Any:
         return {_interned(key): _interned(item) for key, item in value.items()}
     if isinstance(value, argparse.Namespace):
         return argparse.Namespace(**_interned(vars(value)))
-    return value
+    return value.torch if isinstance(value, DType) else value
 
 
 class _AroundHoles(io.RawIOBase):

@@ -5,17 +5,22 @@ head (torchtitan, Llama3StateDictAdapter). With fused attention the moments are 
 of queries has its heads, then a key, then a value; a hook splits the weights alone (models/common/attention.py).
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EMBEDDING = "tok_embeddings.weight"
 

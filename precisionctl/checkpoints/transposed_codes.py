@@ -5,18 +5,23 @@ FP32, rounded once to BF16. int32 words hold the first code in their lowest bits
 (nn_modules/qlinear/__init__.py, pack_original, dequantize_weight), AutoAWQ 0.2.9 (utils/packing_utils.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import AS_VALUES, FLOATS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROOM = 4 << 20
 """Bytes of codes that are kept of a weight, so that what reads rows does not read each column's few bytes by itself."""
@@ -61,7 +66,7 @@ class _Slab:
     order: Tensor | None
 
 
-def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> "TransposedCodes | None":
+def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
     """Those of the tensors `stored` in a directory with this config.json; None where it names another method."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -90,7 +95,7 @@ class TransposedCodes:
         self._ordered = bool(quantization.get("desc_act")) or any(name.endswith(".g_idx") for name in stored.specs)
         self._modules = {f"{name}.weight": self._module(name, group_size, quantization.get("bits")) for name in found}
         self.specs = {
-            name: TensorSpec((module.out, module.inputs), torch.bfloat16) for name, module in self._modules.items()
+            name: TensorSpec((module.out, module.inputs), DType.bfloat16) for name, module in self._modules.items()
         }
         kinds = ("qweight", "qzeros", "scales", "g_idx")
         self.read = {module.tensor(kind) for module in self._modules.values() for kind in kinds}
@@ -175,7 +180,7 @@ class TransposedCodes:
             if (
                 len(spec.shape) != 2
                 or not all(spec.shape)
-                or spec.dtype not in (FLOATS if kind == "scales" else (torch.int32,))
+                or spec.dtype not in (FLOATS if kind == "scales" else (DType.int32,))
             ):
                 what = f"{name}.{kind} is {spec.stored_dtype} of shape {list(spec.shape)}"
                 raise DamagedCheckpoint(what, where=self._where)
@@ -197,7 +202,7 @@ class TransposedCodes:
         group = inputs if group_size == -1 else group_size
         fits = fits and group <= inputs
         if order:
-            fits = fits and (order.dtype, order.shape) == (torch.int32, (inputs,))
+            fits = fits and (order.dtype, order.shape) == (DType.int32, (inputs,))
         else:
             fits = fits and groups == -(-inputs // group)
         if not fits:

@@ -16,10 +16,10 @@ from precisionctl.cli.writing import convert, export_inference
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
 def main() -> None:
-    """Carry Megatron and Hugging Face checkpoints, with their FP8 state, between BF16 and FP8.
+    """Convert LLM checkpoints between training and inference formats, and between BF16, FP8 and four bits.
 
-    Exit codes: 0 done, 1 failed or differs, 2 wrong usage, 3 a gap is too large
-    (compare), 75 stopped: the same command continues.
+    Exit codes: 0 success, 1 error or difference, 2 wrong usage, 3 gap too large (compare),
+    75 stopped and saved; the same command continues.
     """
 
 

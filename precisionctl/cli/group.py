@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
+from precisionctl.cli.torch_when_used import import_torch_when_used
 from precisionctl.errors import (
     DamagedCheckpoint,
     EnvironmentProblem,
@@ -25,8 +26,11 @@ from precisionctl.errors import (
 SCHEMA_VERSION = 1
 """Of what `--json` prints (docs/json.md). It grows when a key goes or means something else; keys may be added."""
 
-_JSON, _DEBUG, _QUIET, _VERBOSE = (f"precisionctl.{option}" for option in ("json", "debug", "quiet", "verbose"))
-"""Keys of click's `ctx.meta`, which the group shares with its commands: which of these options are given."""
+_JSON, _DEBUG, _QUIET, _VERBOSE, _NAMES = (
+    f"precisionctl.{word}" for word in ("json", "debug", "quiet", "verbose", "names")
+)
+"""Keys of click's `ctx.meta`, which the group shares with its commands: which of these options are given, and the
+HubName of each parameter that has one."""
 
 _GENERAL = ("--json", "--quiet", "--verbose", "--debug", "--help")
 """Options of all commands, last in the help."""
@@ -45,8 +49,8 @@ def general_options() -> list[click.Parameter]:
         return click.Option(names, is_flag=True, expose_value=False, callback=remember(key), help=text)
 
     return [
-        switch(["-q", "--quiet"], _QUIET, "Print nothing but errors, and JSON if it is asked for."),
-        switch(["-v", "--verbose"], _VERBOSE, "Say on stderr what is found and done."),
+        switch(["-q", "--quiet"], _QUIET, "Print only errors, and JSON if you ask for it."),
+        switch(["-v", "--verbose"], _VERBOSE, "Print details of each step on stderr."),
         switch(["--debug"], _DEBUG, "Show the traceback of an error."),
     ]
 
@@ -82,17 +86,33 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
+        import_torch_when_used()
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
-            self._download(ctx)
+            _download(ctx)
             return super().invoke(ctx)
 
-    @staticmethod
-    def _download(ctx: click.Context) -> None:
-        """Download what is given by its name on the Hub: now, as no option is wrong any more."""
-        names = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
-        ctx.params |= {key: name.download(progress=not ctx.meta[_QUIET]) for key, name in names.items()}
-        if "source" in names and ctx.params.get("base_model", "") is None:
-            ctx.params["base_model"] = names["source"].repo
+
+def _download(ctx: click.Context) -> None:
+    """Download what is given by its name on the Hub: now, as no option is wrong any more."""
+    names = ctx.meta[_NAMES] = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
+    if not names:
+        return
+    from precisionctl import console
+    from precisionctl.conversion.ranks import described
+    from precisionctl.reports.table import size
+
+    for key, name in names.items():
+        ctx.params[key] = name.download(
+            progress=not ctx.meta[_QUIET],
+            several=described() is not None,
+            on_size=lambda nbytes, name=name: console.note(f"Downloading {name}, {size(nbytes)}"),
+        )
+
+
+def repository(ctx: click.Context, parameter: str) -> str | None:
+    """The repository that a parameter of the command names; None if it is a path."""
+    name: HubName | None = ctx.meta[_NAMES].get(parameter)
+    return name.repo if name else None
 
 
 @contextmanager

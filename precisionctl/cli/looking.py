@@ -28,18 +28,22 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Command,
-    short_help="Show what a checkpoint is, and whether FP8 is safe.",
+    short_help="Show what a checkpoint contains, and whether FP8 is safe.",
     examples=["inspect Qwen3-0.6B", "inspect Qwen3-0.6B --fp8 --fp8-state qwen3.fp8 --html readiness.html"],
     sections={
         "Is FP8 safe": ["--fp8", "--fp8-state", "--html", "--workers"],
-        "How to read it": ["--grouped-columns", "--iteration"],
+        "Input": ["--grouped-columns", "--iteration"],
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, by layer, role and scaling.")
-@click.option("--fp8-state", type=FILE, help="With --fp8: take activations and gradients from this file of calibrate.")
-@click.option("--html", type=NEW_PATH, help="With --fp8: write everything to one self-contained page.")
-@click.option("--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: processes that measure.")
+@click.option(
+    "--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, for each layer, role and scaling."
+)
+@click.option("--fp8-state", type=FILE, help="With --fp8: read activations and gradients from this file of calibrate.")
+@click.option("--html", type=NEW_PATH, help="With --fp8: write a report to this file, as one self-contained page.")
+@click.option(
+    "--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: number of processes that measure."
+)
 @grouped_columns_option
 @iteration_option
 @json_option
@@ -53,10 +57,10 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Show what a checkpoint is, and how healthy its FP8 state is.
+    """Show what a checkpoint contains, and its FP8 state.
 
-    --fp8 measures every weight, takes what was recorded of activations and gradients, and compares both with published
-    limits: what would underflow or saturate, what to keep in BF16 (docs/switching.md).
+    --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
+    limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
     """
     if not fp8 and (fp8_state or html):
         raise click.UsageError("--fp8-state and --html are for --fp8.")
@@ -90,33 +94,35 @@ def inspect(
 
 @click.command(
     cls=Command,
-    short_help="Compare two checkpoints, or check one against an engine.",
+    short_help="Compare two checkpoints, or check one against an engine's rules.",
     examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
     sections={"With a second checkpoint": ["--fp8", "--fp8-state"], "With an engine": ["--target", "--tp"]},
 )
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
 @click.option(
-    "--fp8", is_flag=True, help="Compare FP8 weights code by code; FP8 state on one side only is a difference."
+    "--fp8", is_flag=True, help="Compare FP8 weights code by code. FP8 state on only one side is a difference."
 )
 @click.option(
     "--target", metavar="ENGINE", help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
 )
 @click.option(
-    "--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine will split the model over."
+    "--tp",
+    "ranks",
+    type=POSITIVE,
+    default=1,
+    help="With --target: number of GPUs that the engine will split the model over.",
 )
-@click.option(
-    "--fp8-state", type=FILE, help="A file written by calibrate, which fixed scales are held against, not A's state."
-)
+@click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
 @json_option
 def verify(
     a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, fp8_state: Path | None, json_wanted: bool
 ) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
 
-    FP8 codes equal BF16 values if they are exactly their encoding under the stored scale, and that scale makes sense.
-    `verify A --fp8` alone says whether A's FP8 weights survive BF16 with the same codes. Exits with 1 if the two
-    differ, or if the engine would refuse or misread A, or has no FP8 weights to read there.
+    FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
+    checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
+    differ, or if the engine would refuse or misread A, or finds no FP8 weights in it.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
@@ -190,15 +196,15 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
 
 @click.command(
     cls=Command,
-    short_help="Compare the loss curves of runs; with --max-gap, as a gate.",
+    short_help="Compare the loss curves of runs; with --max-gap, as a gate for CI.",
     examples=["compare bf16-run fp8-run", "compare bf16-run fp8-run --max-gap 1% --last 200 --html curves.html"],
     sections={"As a gate": ["--max-gap", "--last"], "Pictures": ["--png", "--html"]},
 )
 @click.argument("runs", metavar="RUN RUN...", type=RUN, nargs=-1, required=True)
-@click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger, e.g. 1%.")
-@click.option("--last", type=POSITIVE, default=100, show_default=True, help="Mean gaps are over this many last steps.")
-@click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
-@click.option("--html", type=NEW_PATH, help="Write table and curves to one self-contained page.")
+@click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger than this, e.g. 1%.")
+@click.option("--last", type=POSITIVE, default=100, show_default=True, help="Number of last steps to average.")
+@click.option("--png", type=NEW_PATH, help="Write a picture of the curves to this file.")
+@click.option("--html", type=NEW_PATH, help="Write table and curves to this file, as one self-contained page.")
 @json_option
 def compare(
     runs: tuple[Path, ...],
@@ -208,7 +214,7 @@ def compare(
     html: Path | None,
     json_wanted: bool,
 ) -> None:
-    """Compare the loss curves of runs with the first RUN.
+    """Compare the loss curves of runs with that of the first RUN.
 
     A RUN is a folder that resume wrote, or its metrics.jsonl.
     """
@@ -233,32 +239,32 @@ def compare(
 @click.command(
     "eval",
     cls=Command,
-    short_help="Measure perplexity, or lm-eval's tasks.",
+    short_help="Measure perplexity, or run lm-eval's tasks.",
     examples=[
         "eval qwen3-fp8 --data held-out.txt --against Qwen3-0.6B",
         "eval qwen3-fp8 --tasks hellaswag --limit 100",
     ],
     sections={
         "Perplexity": ["--data", "--against", "--sequence-length"],
-        "Tasks of lm-eval": ["--tasks", "--limit"],
+        "lm-eval's tasks": ["--tasks", "--limit"],
         "CHECKPOINT": ["--card", "--iteration"],
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it.")
+@click.option("--data", type=DATA, help="Text, JSONL, parquet or a folder, as for resume.")
 @click.option(
-    "--against", type=CHECKPOINT, help="The BF16 source: adds its perplexity, KL divergence and top-1 agreement."
+    "--against", type=CHECKPOINT, help="The BF16 source. Adds its perplexity, KL divergence and top-1 agreement."
 )
 @click.option(
     "--sequence-length",
     type=POSITIVE,
     default=1024,
     show_default=True,
-    help="Tokens of a row; at most what the model can take.",
+    help="Tokens per row; at most what the model can take.",
 )
 @click.option("--tasks", help="Instead of --data: lm-eval tasks (names or YAML files), comma-separated.")
-@click.option("--limit", type=POSITIVE, help="With --tasks: at most this many examples of each.")
-@click.option("--card", is_flag=True, help="Write the result into the model card of an exported CHECKPOINT.")
+@click.option("--limit", type=POSITIVE, help="With --tasks: maximum number of examples per task.")
+@click.option("--card", is_flag=True, help="Add the result to the model card of an exported CHECKPOINT.")
 @iteration_option
 @json_option
 def evaluate(
@@ -272,7 +278,7 @@ def evaluate(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Perplexity of CHECKPOINT on text, in the precision it is stored in; or lm-eval's tasks."""
+    """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
     if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
         raise click.UsageError("eval needs either --data, which --against is for, or --tasks, which --limit is for.")
     from precisionctl import console
@@ -303,14 +309,14 @@ def evaluate(
 
 @click.command(
     cls=Command,
-    short_help="Say which FP8 recipes this machine can run.",
+    short_help="Show which FP8 recipes this machine can run.",
     examples=["doctor", "doctor megatron-run --iteration 1000"],
 )
 @click.argument("checkpoint", type=CHECKPOINT, required=False)
 @iteration_option
 @json_option
 def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) -> None:
-    """Say which FP8 recipes this machine can run, and whether Transformer Engine will load CHECKPOINT's FP8 state."""
+    """Show which FP8 recipes this machine can run, and whether Transformer Engine will load CHECKPOINT's FP8 state."""
     from precisionctl import console
     from precisionctl import doctor as look
     from precisionctl.checkpoints.open import open_checkpoint
@@ -343,8 +349,8 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
 def launch_args(checkpoint: Path, framework: str, iteration: int | None, json_wanted: bool) -> None:
     """Print how to start another framework from CHECKPOINT.
 
-    Prints the model's sizes, where weights and tokenizer are, parallel sizes, the FP8 recipe, and what not to load.
-    What it cannot know (data, batch sizes, learning rates) is listed for you to add.
+    The output has the model's sizes, the paths of weights and tokenizer, parallel sizes, the FP8 recipe, and what not
+    to load. Options that it cannot know, such as the data, are listed for you to add.
     """
     from precisionctl import console
     from precisionctl.launch.frameworks import launch

@@ -32,17 +32,21 @@ class CheckpointPath(click.Path):
 
     name = "path"
 
+    def __init__(self, *, weights: bool = True) -> None:
+        super().__init__(exists=True, path_type=Path)
+        self.weights = weights
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = str(value)
         if Path(text).exists():
             return super().convert(value, param, ctx)
         try:
-            return HubName.read(text)
+            return HubName.read(text, weights=self.weights)
         except UnknownFormat as error:
             self.fail(f"'{text}': {error.what}. {error.do}", param, ctx)
 
 
-CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
+CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
 RUN = click.Path(exists=True, path_type=Path)
 
 
@@ -87,20 +91,25 @@ json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JS
 grouped_columns_option = click.option(
     "--grouped-columns",
     type=click.Choice(["gemm", "role"]),
-    help="Order of experts' FP8 state, if it does not say: written by TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
+    help="Order of the experts' FP8 state, if it cannot be detected: gemm for TE 2.3 or newer, role for 1.9 to 2.2.",
 )
 fp8_state_option = click.option(
     "--fp8-state",
     type=FILE,
-    help="A file of calibrate or of a recorder, for what the checkpoint itself has not recorded.",
+    help="FP8 state from this file of calibrate or of a recorder.",
 )
 include_option = click.option(
-    "--include", multiple=True, metavar="PATTERN", help="FP8 for linears of these names too, e.g. 'model.visual.*'."
+    "--include", multiple=True, metavar="PATTERN", help="Also encode linears whose names match, e.g. 'model.visual.*'."
 )
 exclude_option = click.option(
-    "--exclude", multiple=True, metavar="PATTERN", help="No FP8 for linears of these names, e.g. '*.shared_experts.*'."
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Do not encode linears whose names match, e.g. '*.shared_experts.*'.",
 )
-iteration_option = click.option("--iteration", type=int, help="Iteration of a Megatron directory. Default: the newest.")
+iteration_option = click.option(
+    "--iteration", type=int, help="Iteration to read from a Megatron directory. Default: the newest."
+)
 
 
 def megatron_fp8_options(command: Callback) -> Callback:
@@ -123,7 +132,7 @@ def megatron_fp8_options(command: Callback) -> Callback:
         FIRST_LAST.parameter,
         is_flag=True,
         hidden=True,
-        help="Megatron's: a layer at each end in BF16.",
+        help="Megatron's: first and last layer in BF16.",
     )
     return switch(with_megatron)
 
@@ -142,10 +151,16 @@ class Writing:
 def writing_options(command: Callback) -> Callback:
     """Add the options of every command that writes a checkpoint. The command gets them in `how`, a `Writing`."""
     options = (
-        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
-        click.option("--verify", is_flag=True, help="Read the result back and compare it, before it appears."),
+        click.option(
+            "--workers", type=POSITIVE, default=2, show_default=True, help="Number of processes that copy and cast."
+        ),
+        click.option(
+            "--verify", is_flag=True, help="Read the result back and compare it with the source before it appears."
+        ),
         click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
-        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left behind."),
+        click.option(
+            "--restart", is_flag=True, help="Start again: discard what an unfinished run of this command left."
+        ),
         json_option,
     )
 
@@ -162,17 +177,17 @@ def writing_options(command: Callback) -> Callback:
 def parallelism_options(command: Callback) -> Callback:
     """Add the options of Megatron's parallel sizes. The command gets them in `parallelism`, a `Parallelism`."""
     sizes = {
-        "--tp": ("tensor", 1, "Tensor-parallel size to write for."),
-        "--pp": ("pipeline", 1, "Pipeline-parallel size to write for."),
-        "--vpp": ("virtual", 1, "Virtual stages of each pipeline rank to write for."),
-        "--first-stage-layers": ("first_layers", None, "Layers of the first pipeline rank. Default: as the others."),
+        "--tp": ("tensor", 1, "Tensor-parallel size of the result."),
+        "--pp": ("pipeline", 1, "Pipeline-parallel size of the result."),
+        "--vpp": ("virtual", 1, "Virtual stages per pipeline rank."),
+        "--first-stage-layers": ("first_layers", None, "Layers on the first pipeline rank. Default: as on the others."),
         "--last-stage-layers": (
             "last_layers",
             None,
-            "Layers of the last pipeline rank. Default: as the others, or what is left.",
+            "Layers on the last pipeline rank. Default: as on the others, or the rest.",
         ),
-        "--ep": ("expert", 1, "Expert-parallel size to write for."),
-        "--etp": ("expert_tensor", None, "Tensor-parallel size of experts to write for. Default: --tp."),
+        "--ep": ("expert", 1, "Expert-parallel size of the result."),
+        "--etp": ("expert_tensor", None, "Tensor-parallel size of the experts. Default: --tp."),
     }
 
     @wraps(command)

@@ -7,16 +7,18 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.group import Command
+from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
     GO_ON,
     NEW_PATH,
     POSITIVE,
+    TOKENIZER,
     Duration,
     fp8_state_option,
     iteration_option,
+    json_option,
     megatron_fp8_options,
 )
 
@@ -25,7 +27,7 @@ backend_option = click.option(
     type=click.Choice(["auto", "te", "emulated"]),
     default="auto",
     show_default=True,
-    help="Transformer Engine, or FP8 emulated in PyTorch.",
+    help="te: Transformer Engine; emulated: FP8 emulated in PyTorch; auto: te if it can run.",
 )
 
 
@@ -54,45 +56,49 @@ backend_option = click.option(
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
+@click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="Precision of the GEMMs.")
 @click.option(
-    "--data", type=DATA, help="Text, JSONL, JSON, parquet, a folder, or Megatron's .bin; `messages` mean SFT."
+    "--data", type=DATA, help="Text, JSONL, JSON, parquet, a folder, or Megatron's .bin. Rows with `messages` mean SFT."
 )
-@click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there is continued.")
+@click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there continues.")
 @click.option("--recipe", help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
-@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
+)
 @click.option(
     "--load",
     type=click.Choice(["full", "weights"]),
-    help="What to load. Default: full, if CHECKPOINT has an optimizer.",
+    help="full: a whole training state; weights: a new run. Default: full, if CHECKPOINT has an optimizer.",
 )
 @click.option(
     "--skip",
     type=click.Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
     multiple=True,
-    help="Leave this part of CHECKPOINT behind; may be repeated.",
+    help="Do not load this part of CHECKPOINT. Can be repeated.",
 )
 @backend_option
 @click.option(
-    "--cold-start", is_flag=True, help="Start FP8 at scale 1 with empty histories, even if CHECKPOINT has FP8 state."
+    "--cold-start", is_flag=True, help="Start FP8 with scale 1 and empty histories, even if CHECKPOINT has FP8 state."
 )
 @fp8_state_option
-@click.option("--collect-amax", is_flag=True, help="BF16 only: record the FP8 state for a later FP8 run.")
-@click.option("--time-limit", type=Duration(), help="Save and stop after this time; exit code 75, as for SIGTERM.")
-@click.option("--shadow-every", type=POSITIVE, help="Guard: compute every Nth step in BF16 too, and compare.")
+@click.option("--collect-amax", is_flag=True, help="With bf16: record the FP8 state for a later FP8 run.")
+@click.option("--time-limit", type=Duration(), help="Save and stop after this time, with exit code 75, as on SIGTERM.")
+@click.option("--shadow-every", type=POSITIVE, help="The guard: compute every Nth step in BF16 too, and compare.")
 @click.option(
     "--engine",
     type=click.Choice(["bundled", "megatron-core"]),
     default="bundled",
     show_default=True,
-    help="What trains: the bundled trainer, or Megatron-Core, for more than a node.",
+    help="The bundled trainer, or Megatron-Core for more than one node.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what the run would do and how much memory it needs; start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show what the run would do and how much memory it needs, and start nothing."
+)
 @megatron_fp8_options
 def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, engine: str, **what: Any) -> None:
     """Continue training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
-    The same command continues a run that was stopped. FP8 starts from the state in CHECKPOINT, else from --fp8-state,
+    The same command continues a run that was stopped. FP8 starts from --fp8-state, else from the state in CHECKPOINT,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
     from precisionctl import console
@@ -133,23 +139,32 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     short_help="Record the FP8 state that a checkpoint lacks.",
     examples=["calibrate Qwen3-0.6B --data text.txt --out qwen3.fp8 --passes 8 --sequence-length 256"],
     sections={
-        "The passes": ["--data", "--out", "--passes", "--sequence-length", "--batch-size", "--backend"],
+        "Passes": ["--data", "--out", "--passes", "--sequence-length", "--batch-size", "--backend"],
         "The coming run": ["--recipe", "--set"],
-        "How to read CHECKPOINT": ["--iteration"],
+        "Input": ["--iteration"],
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it; else the recipe's.")
+@click.option("--data", type=DATA, help="Text, JSONL, parquet or a folder, as for resume. Default: the recipe's.")
 @click.option(
-    "--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume, convert and export-inference."
+    "--out",
+    type=NEW_PATH,
+    required=True,
+    help="A new file, for the --fp8-state of resume, convert and export-inference.",
 )
 @click.option("--recipe", help="The recipe of the coming run: a bundled name or a TOML file. Default: fp8-delayed.")
-@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
 @click.option(
-    "--passes", type=POSITIVE, default=64, show_default=True, help="Passes; each fills one row of the histories."
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
 )
-@click.option("--sequence-length", type=POSITIVE, help="Tokens of a row. Default: the recipe's data.sequence_length.")
-@click.option("--batch-size", type=POSITIVE, help="Rows of a pass. Default: the recipe's train.micro_batch_size.")
+@click.option(
+    "--passes",
+    type=POSITIVE,
+    default=64,
+    show_default=True,
+    help="Number of passes. Each fills one row of the histories.",
+)
+@click.option("--sequence-length", type=POSITIVE, help="Tokens per row. Default: the recipe's data.sequence_length.")
+@click.option("--batch-size", type=POSITIVE, help="Rows per pass. Default: the recipe's train.micro_batch_size.")
 @backend_option
 @iteration_option
 @megatron_fp8_options
@@ -162,8 +177,8 @@ def calibrate(
 ) -> None:
     """Record the FP8 state that CHECKPOINT lacks, by BF16 passes over data, into a file.
 
-    Nothing is trained, and CHECKPOINT is not changed. If killed, the same command continues. Megatron's own FP8 flags,
-    such as --fp8-amax-history-len, are accepted too.
+    Nothing is trained, and CHECKPOINT is not changed. After a kill, the same command continues. Megatron's own FP8
+    flags, such as --fp8-amax-history-len, are accepted too.
     """
     from precisionctl import console
     from precisionctl.calibration.calibrate import Calibration
@@ -181,18 +196,19 @@ def calibrate(
 
 @click.command(
     cls=Command,
-    short_help="Tokenize data into Megatron's .bin and .idx, by all cores.",
+    short_help="Tokenize data into Megatron's .bin and .idx, on all cores.",
     examples=["tokenize text/ corpus --tokenizer CKPT"],
 )
 @click.argument("data", type=DATA)
 @click.argument("out", type=NEW_PATH)
-@click.option("--tokenizer", type=CHECKPOINT, required=True, help="A checkpoint, or a directory of its tokenizer.")
-@click.option("--workers", type=POSITIVE, help="Processes. Default: one for each core.")
-def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> None:
-    """Tokenize DATA into OUT.bin and OUT.idx, Megatron's, which resume takes too.
+@click.option("--tokenizer", type=TOKENIZER, required=True, help="A checkpoint, or a directory with a tokenizer.")
+@click.option("--workers", type=POSITIVE, help="Number of processes. Default: one per core.")
+@json_option
+def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None, json_wanted: bool) -> None:
+    """Tokenize DATA into OUT.bin and OUT.idx, for Megatron and for resume.
 
-    Text, JSONL, JSON, parquet or a folder, as resume reads it; of conversations OUT.learned says what is to be learned.
-    If killed, the same command continues.
+    DATA is text, JSONL, JSON, parquet or a folder, as for resume. For conversations, OUT.learned marks the tokens to
+    learn. After a kill, the same command continues.
     """
     from precisionctl import console
     from precisionctl.reports import run as report
@@ -203,18 +219,26 @@ def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None) -> Non
     total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
     with console.bytes_progress("tokenizing", total) as on_text:
         made = make_corpus(data, out, tokenizer, workers or cores, on_text)
-    console.show_lines(report.corpus(made, out))
+    if json_wanted:
+        print_json(made.as_json(out))
+    else:
+        console.show_lines(report.corpus(made, out))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
 @click.command(
     cls=Command,
-    short_help="Run the whole story on one CPU, in a few minutes.",
+    short_help="Show everything on one CPU, in a few minutes.",
     examples=["demo --out demo-run"],
 )
-@click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
+@click.option(
+    "--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for everything it makes."
+)
 def demo(out: Path) -> None:
-    """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
+    """Train, convert, compare and export a small model on one CPU, in a few minutes.
+
+    Ends with a table of what was measured, and a page with the curves.
+    """
     from precisionctl import console
     from precisionctl.errors import require_package
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import Command, print_json
+from precisionctl.cli.group import Command, print_json, repository
 from precisionctl.cli.options import (
     CHECKPOINT,
     GO_ON,
@@ -37,7 +37,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 
 @click.command(
     cls=Command,
-    short_help="Convert between Hugging Face and Megatron, BF16 and FP8.",
+    short_help="Convert between formats, parallel sizes and precisions.",
     examples=[
         "convert Llama-3.2-1B llama --to megatron",
         "convert llama llama-hf --to hf --precision bf16 --verify",
@@ -50,11 +50,11 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
             "--grouped-columns",
         ],
         "Optimizer": ["--drop-optimizer"],
-        "Cut for ranks": [
+        "Parallel sizes": [
             *("--tp", "--pp", "--vpp", "--first-stage-layers", "--last-stage-layers", "--ep", "--etp"),
         ],
-        "How to read SOURCE": ["--architecture", "--reference", "--iteration"],
-        "Carrying it out": _CARRYING_OUT,
+        "Input": ["--architecture", "--reference", "--iteration"],
+        "Execution": _CARRYING_OUT,
     },
 )
 @click.argument("source", type=CHECKPOINT)
@@ -63,18 +63,19 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
     "--to",
     type=click.Choice(["hf", "megatron", "dcp", "deepspeed"]),
     required=True,
-    help="Layout of the result. dcp: PyTorch's own checkpoint, with Hugging Face's names. deepspeed: a universal one.",
+    help="Format of the result. dcp: PyTorch's distributed checkpoint, with Hugging Face's names. "
+    "deepspeed: a universal checkpoint.",
 )
 @click.option(
     "--precision",
     type=click.Choice(["keep", "bf16", "fp32", "fp8"]),
     default="keep",
     show_default=True,
-    help="Precision of the result. FP8 state is carried in every case.",
+    help="Precision of the result. FP8 state is kept in every case.",
 )
-@click.option("--container", help="hf: safetensors (default) or bin; megatron: torch_dist (default) or torch.")
+@click.option("--container", help="For hf: safetensors (default) or bin. For megatron: torch_dist (default) or torch.")
 @click.option(
-    "--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file. Default: the checkpoint's, or TE's."
+    "--recipe", help="FP8 recipe of the result: a bundled name or a TOML file. Default: the checkpoint's, or TE's."
 )
 @parallelism_options
 @click.option(
@@ -83,30 +84,35 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
     default="2",
     show_default=True,
     callback=lambda _context, _option, value: int(value),
-    help="Transformer Engine that will load the FP8 state: 2 for 2.x, 1 for 0.6 to 1.14.",
+    help="Version of Transformer Engine that will load the FP8 state: 2 for 2.x, 1 for 0.6 to 1.14.",
 )
 @grouped_columns_option
-@click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
+@click.option("--drop-fp8-state", is_flag=True, help="Leave out the FP8 state.")
 @fp8_state_option
 @include_option
 @exclude_option
-@click.option("--drop-optimizer", is_flag=True, help="Leave the optimizer and its schedule behind.")
-@click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
+@click.option("--drop-optimizer", is_flag=True, help="Leave out the optimizer and its schedule.")
+@click.option(
+    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
+)
 @click.option(
     "--reference",
     type=CHECKPOINT,
-    help="Hugging Face directory of the same model, for config and tokenizer; of a LoRA adapter, its base model.",
+    help="Hugging Face directory of the same model, for config and tokenizer. For a LoRA adapter: its base model.",
 )
-@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@click.option(
+    "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
+)
 @iteration_option
 @megatron_fp8_options
 @writing_options
 def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what: Any) -> None:
-    """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
+    """Convert SOURCE from any format to any other, with its FP8 state.
 
-    DESTINATION appears only when it is complete; if the command was stopped, the same command continues.
-    `--to hf --precision fp8` gives weights that were FP8 before their old codes again; others are rounded, as by
-    `export-inference --target vllm`, under the scheme that fits --recipe. Megatron's own FP8 flags, such as
+    DESTINATION appears only when it is complete. If the command was stopped, the same command continues.
+
+    `--to hf --precision fp8` writes weights that were FP8 before with their old codes. Others are encoded as by
+    `export-inference --target vllm`, with the scheme that fits --recipe. Megatron's own FP8 flags, such as
     --fp8-amax-history-len, are accepted beside --recipe.
     """
     from precisionctl.commands.request import Request
@@ -127,9 +133,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     ],
     sections={
         "Engine": ["--target", "--scheme", "--tp", "--kv-cache", "--fp8-state"],
-        "What becomes codes": ["--include", "--exclude", "--recipe", "--keep-misfits"],
-        "How to read CHECKPOINT": ["--architecture", "--reference", "--iteration"],
-        "Carrying it out": [*_CARRYING_OUT, "--base-model"],
+        "What is encoded": ["--include", "--exclude", "--recipe", "--keep-misfits"],
+        "Input": ["--architecture", "--reference", "--iteration"],
+        "Execution": [*_CARRYING_OUT, "--base-model"],
     },
 )
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
@@ -138,36 +144,47 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--scheme",
     type=click.Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
-    help="static: recorded input scales; dynamic: per token; block: per 128 values; mxfp8: per 32. Four bits: nvfp4, "
-    "with recorded input scales; nvfp4a16, w4a16: weights alone; mxfp4. Default: the best in FP8.",
+    help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
+    "nvfp4 (recorded input scales), mxfp4, nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme.",
 )
 @click.option(
-    "--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine will split the model over."
+    "--tp",
+    "ranks",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    help="Number of GPUs that the engine will split the model over.",
 )
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
-@click.option("--keep-misfits", is_flag=True, help="Leave weights whose shapes the engine refuses in BF16.")
+@click.option("--keep-misfits", is_flag=True, help="Keep weights in BF16 if the engine refuses their shapes.")
 @fp8_state_option
-@click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
+@click.option(
+    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
+)
 @click.option(
     "--reference",
     type=CHECKPOINT,
-    help="Hugging Face directory of the same model, for config and tokenizer; of a LoRA adapter, its base model.",
+    help="Hugging Face directory of the same model, for config and tokenizer. For a LoRA adapter: its base model.",
 )
 @include_option
 @exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
-@click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
-@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@click.option("--recipe", help="Recipe whose keep_bf16 names modules to keep in BF16: a bundled name or a TOML file.")
+@click.option(
+    "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
+)
 @iteration_option
 @writing_options
-def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
-    """Write CHECKPOINT as FP8, or in four bits, for an inference engine, with the scales that training recorded.
+@click.pass_context
+def export_inference(ctx: click.Context, /, recipe: str | None, how: Writing, **what: Any) -> None:
+    """Write CHECKPOINT in FP8 or four bits for an inference engine, with the scales that training recorded.
 
-    No calibration data is needed. Linears of attention and MLP become codes; the rest stays BF16. Weights that are
-    codes already keep them where they fit the scheme.
+    It needs no calibration data. Linears of attention and MLP are encoded, the rest stays in BF16. Weights that are
+    encoded already keep their codes if these fit the scheme.
     """
     from precisionctl.commands.request import Request
 
+    what["base_model"] = what["base_model"] or repository(ctx, "source")
     do(Request.export(recipe=precision_of(recipe), **what), how)
 
 

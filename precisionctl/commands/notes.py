@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
@@ -21,6 +19,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import unreached_experts, why_too_small
@@ -283,8 +282,8 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     rounded: list[str] = []
     again: list[str] = []
     for job in plan.jobs:
-        if any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads):
-            names = [name for name in job.writes if plan.targets[name].dtype == torch.bfloat16]
+        if any(reader.specs[read].dtype in (DType.float32, DType.float16) for read in job.reads):
+            names = [name for name in job.writes if plan.targets[name].dtype == DType.bfloat16]
             (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
+from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
@@ -37,11 +36,11 @@ StrPath = str | os.PathLike[str]
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 
-_VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
+_VALUES: Mapping[PrecisionChoice, DType | None] = {
     "keep": None,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp8": torch.bfloat16,
+    "bf16": DType.bfloat16,
+    "fp32": DType.float32,
+    "fp8": DType.bfloat16,
 }
 
 CONTAINERS: Mapping[Layout, tuple[str, ...]] = {
@@ -179,10 +178,10 @@ class Request:
         return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> DType | None:
         """The dtype of the result's values, before any is encoded; None for the stored dtype, with FP8 codes decoded to
         BF16. DeepSpeed has masters."""
-        return torch.float32 if self.container == DEEPSPEED else _VALUES[self.precision]
+        return DType.float32 if self.container == DEEPSPEED else _VALUES[self.precision]
 
     @property
     def state_recipe(self) -> DelayedScaling | None:

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import parse_json, read_companions
@@ -18,6 +16,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
@@ -99,14 +98,14 @@ def open_source(request: Request) -> Source:
     return Source(reader, plan, encodings, known, trained)
 
 
-def _dtype_of_values(request: Request, reader: Reader) -> torch.dtype | None:
+def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     """The dtype of what a result has as values; None: of each that which it is stored in.
 
     So it is beside codes for an engine, if most matrices of the source are BF16 or codes: what is FP32 there is so for
     a reason. A source in FP32 as a whole becomes BF16, for engines read in config.json what to compute in.
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
-    narrow = sum(spec.is_codes or spec.dtype == torch.bfloat16 for spec in matrices)
+    narrow = sum(spec.is_codes or spec.dtype == DType.bfloat16 for spec in matrices)
     for_engine = request.for_inference and request.target != TE
     return None if for_engine and 2 * narrow > len(matrices) else request.dtype
 
@@ -125,12 +124,18 @@ def open_hinted(
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if architecture is None and reference is None:
-        return reader
-    named = architecture is not None and not of_megatron(reader)
-    if named or "config.json" in reader.own_companions.files:
+    given = [name for name, hint in {"--architecture": architecture, "--reference": reference}.items() if hint]
+    if given and "config.json" in reader.own_companions.files:
         raise RecipeError(
-            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
+            "the checkpoint says itself which model it is, by a config.json of its own",
+            where=path,
+            do=f"Leave {' and '.join(given)} out.",
+        )
+    if architecture is not None and not of_megatron(reader):
+        raise RecipeError(
+            f"--architecture is for Megatron checkpoints, this is {reader.container}",
+            where=path,
+            do="Give --reference, a Hugging Face directory of the same model.",
         )
     if reference is not None:
         try:

@@ -1,15 +1,23 @@
 """A worker's memory: buffers for one piece of a tensor, so that memory does not grow with the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from precisionctl.checkpoints.base import in_pieces
+from precisionctl.checkpoints.base import Bytes, in_pieces
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, because of the Python code for each piece; larger
@@ -23,34 +31,41 @@ class Buffers:
     """Reused buffers: for bytes as read, for decoded values, for bytes to write, and FP32 `scratch` for casts."""
 
     def __init__(self) -> None:
-        self._read = torch.empty(BUFFER, dtype=torch.uint8)
-        self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
-        self._write = torch.empty(BUFFER, dtype=torch.uint8)
-        self.scratch = torch.empty(nibbles.SCRATCH)
+        self._read, self._decoded, self._write = (np.empty(BUFFER, np.uint8) for _ in range(3))
+
+    @cached_property  # what only copies bytes needs no PyTorch
+    def scratch(self) -> Tensor:
+        return torch.empty(nibbles.SCRATCH)
 
     def pieces(self, row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         """Rows `[row, row + rows)` of `row_bytes` each in runs that fit a buffer, as from `in_pieces`."""
-        return in_pieces(row, rows, row_bytes, self._read.numel())
+        return in_pieces(row, rows, row_bytes, self._read.size)
 
-    def to_read(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """An uninitialized tensor `[rows, columns]` to read into; the next call returns the same memory."""
+    def to_copy(self, rows: int, row_bytes: int) -> Bytes:
+        """Uninitialized bytes `[rows, row_bytes]` to read into; the next call returns the same memory."""
+        return _start(self._read, rows * row_bytes).reshape(rows, row_bytes)
+
+    def to_read(self, dtype: DType, rows: int, columns: int) -> Tensor:
+        """The same as a tensor `[rows, columns]`."""
         return _view(self._read, dtype, rows, columns)
 
     def to_decode(self, rows: int, columns: int) -> Tensor:
-        """The same in FP32, to decode into."""
-        return _view(self._decoded, torch.float32, rows, columns)
+        """Another in FP32, to decode into."""
+        return _view(self._decoded, DType.float32, rows, columns)
 
-    def to_write(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """The same, for what is written."""
+    def to_write(self, dtype: DType, rows: int, columns: int) -> Tensor:
+        """Another, for what is written."""
         return _view(self._write, dtype, rows, columns)
 
 
-def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    """The start of a byte buffer as `[rows, columns]`; new memory for a single row that is longer than the buffer."""
-    size = rows * columns * dtype.itemsize
-    if size > buffer.numel():
-        buffer = torch.empty(size, dtype=torch.uint8)
-    return buffer[:size].view(dtype).view(rows, columns)
+def _start(buffer: Bytes, size: int) -> Bytes:
+    """The start of a buffer; new memory for a single row that is longer than the buffer."""
+    return buffer[:size] if size <= buffer.size else np.empty(size, np.uint8)
+
+
+def _view(buffer: Bytes, dtype: DType, rows: int, columns: int) -> Tensor:
+    start = _start(buffer, rows * columns * dtype.itemsize)
+    return torch.from_numpy(start).view(dtype.torch).view(rows, columns)
 
 
 _BLOCK = 17

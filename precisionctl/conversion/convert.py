@@ -4,15 +4,18 @@ If source or target is a live model, this process is the only worker.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.base import Chunk, Chunked
-from precisionctl.checkpoints.output import forget, sync
+from precisionctl.checkpoints.output import forget, sync_all
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
@@ -75,10 +78,9 @@ def run(
     found = Findings()
     if journal:
         found |= journal.found
-    results = in_processes(
-        Worker(plan, reader, share, collect_weight_amax, carried).do, todo, plan.costs(todo), workers
-    )
-    with one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
+    worker = Worker(plan, reader, share, collect_weight_amax, carried)
+    results = in_processes(worker.do, todo, plan.costs(todo), workers)
+    with _torch_for(worker, todo), closing(results), _Recorder(plan, share, journal) as recorder:
         for job, new in results:
             found |= new
             recorder.add((job, new))
@@ -87,8 +89,13 @@ def run(
     return found
 
 
+def _torch_for(worker: Worker, jobs: Iterable[Job]) -> AbstractContextManager[None]:
+    """PyTorch in one thread, imported before workers are forked, if any of these jobs needs it."""
+    return one_torch_thread() if any(worker.needs_torch(job) for job in jobs) else nullcontext()
+
+
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
-    """Whether a job writes into this rank's files. The first rank does jobs that write nothing (which check that a bias
+    """Whether a job writes into this rank's part. The first rank does jobs that write nothing (which check that a bias
     without a place in the target is zero)."""
     names = job.outputs
     return any(share.chunks(name) for name in names) if names else ranks.first
@@ -113,8 +120,9 @@ def check(
     shares = deal(plan.costs(plan.jobs), ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    results = in_processes(Checker(plan, reader, writer, carried=carried).check, jobs, plan.costs(jobs), workers)
-    with one_torch_thread(), closing(results):
+    checker = Checker(plan, reader, writer, carried=carried)
+    results = in_processes(checker.check, jobs, plan.costs(jobs), workers)
+    with _torch_for(checker, jobs), closing(results):
         for job, found in results:
             checksums |= found
             on_bytes(plan.job_bytes(job))
@@ -125,21 +133,38 @@ def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
     return {chunk.place for name in names for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
 
 
-def files_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, int]]:
-    """The files that each of `count` ranks writes, and the bytes of tensors in each: files that follow each other, with
-    about as many bytes as every other rank's."""
-    sizes: dict[Path, int] = {}
+def parts_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, range]]:
+    """The bytes that each of `count` ranks writes, by file. Laid end to end, all files are cut into equal parts; a cut
+    moves to where a file begins if that is near."""
+    ends: dict[Path, int] = {}
     for name in plan.targets:
         for chunk in writer.chunks(name):
             assert isinstance(chunk.place, Path), "a live model has one rank"
-            itemsize = writer.specs[name].dtype.itemsize
-            sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.elements * itemsize
-    files = sorted(sizes)
-    shares = [
-        {files[number]: sizes[files[number]] for number in share}
-        for share in deal([sizes[file] for file in files], count)
+            end = chunk.offset + chunk.box.elements * writer.specs[name].dtype.itemsize
+            ends[chunk.place] = max(end, ends.get(chunk.place, 0))
+    files = sorted(ends)
+    begins = [0, *accumulate(ends[file] for file in files)]
+    cuts = [_cut(begins, begins[-1] * rank // count, begins[-1] // count // 20) for rank in range(count + 1)]
+    return [
+        {
+            file: range(max(start, begin) - begin, min(stop, end) - begin)
+            for file, begin, end in zip(files, begins, begins[1:], strict=False)
+            if start < end and begin < stop
+        }
+        for start, stop in pairwise(cuts)
     ]
-    return shares + [{} for _ in range(count - len(shares))]
+
+
+def _cut(begins: Sequence[int], at: int, near: int) -> int:
+    """Where to cut files that begin at `begins`, near to `at`."""
+    nearest = min(begins, key=lambda begin: abs(begin - at))
+    begin = begins[bisect_right(begins, at) - 1]
+    return nearest if abs(nearest - at) <= near else at - (at - begin) % CUT_AT
+
+
+CUT_AT = 1 << 20
+"""A file is cut between ranks at multiples of this many bytes, so that no two hosts write into one page of it: not all
+network file systems keep apart what they change there."""
 
 
 class _Share:
@@ -147,10 +172,24 @@ class _Share:
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
-        self._mine = files_of_ranks(plan, writer, ranks.count)[ranks.rank]
+        self._mine = parts_of_ranks(plan, writer, ranks.count)[ranks.rank]
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return [chunk for chunk in self._writer.chunks(name) if chunk.place in self._mine]
+        itemsize = self.specs[name].dtype.itemsize
+        return [
+            replace(chunk, only=box)
+            for chunk in self._writer.chunks(name)
+            if isinstance(chunk.place, Path) and chunk.place in self._mine
+            for box in chunk.box.run(*_elements(chunk, itemsize, self._mine[chunk.place]))
+        ]
+
+
+def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
+    """The first of a chunk's elements that begins in a part of its file, and the number of them that do."""
+    first, stop = (
+        min(max(0, -((chunk.offset - byte) // itemsize)), chunk.box.elements) for byte in (part.start, part.stop)
+    )
+    return first, stop - first
 
 
 class _Recorder:
@@ -179,8 +218,7 @@ class _Recorder:
     def _record(self, batch: list[JobResult]) -> None:
         if self._journal is None or not batch:
             return
-        for file in _files((name for job, _ in batch for name in job.outputs), self._writer):
-            sync(file)
+        sync_all(_files((name for job, _ in batch for name in job.outputs), self._writer))
         found = Findings()
         for _, new in batch:
             found |= new

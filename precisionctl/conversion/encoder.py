@@ -1,14 +1,17 @@
 """Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share, share_global
@@ -20,13 +23,16 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.quant_methods.base import Scales
 
-ValuePiece = tuple[str, int, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ValuePiece = tuple[str, int, "Tensor"]
 """Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
-Put = Callable[[str, int, Tensor], None]
+Put = Callable[[str, int, "Tensor"], None]
 """Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
 
-Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
+Read = Callable[[str, int, int], Iterable[tuple[int, "Tensor"]]]
 """Reads rows of a source's tensor, in pieces: called with its name, the first row and the number of rows; yields each
 piece with the number of rows before it."""
 
@@ -147,13 +153,13 @@ class Encoder:
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
         spec, scales = self._specs[name], encode.weights[name]
-        fp32 = self._specs[scales.weight].dtype == torch.float32
+        fp32 = self._specs[scales.weight].dtype == DType.float32
         return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
     def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
         """How to encode, after one pass; what is known of it by now is written."""
         dtype = self._specs[encode.weights[name].weight].dtype
-        encoding = found.encoding(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype, encode.numbers)
+        encoding = found.encoding((DType.float8_e8m0fnu if dtype == DType.uint8 else dtype).torch, encode.numbers)
         if not found.searches:
             self._put_grid(encode.weights[name], encoding)
         self._put_further(name, encode.weights[name], encoding)
@@ -173,7 +179,7 @@ class Encoder:
     def put_values(self, name: str, row: int, values: Tensor) -> None:
         """Write rows as values, rounded to the target's dtype."""
         dtype = self._specs[name].dtype
-        if values.dtype != dtype:
+        if values.dtype != dtype.torch:
             if numerics.has_nan(values):
                 self.found.with_nan.add(name)
             values = self._buffers.to_write(dtype, *values.shape).copy_(values)
@@ -187,9 +193,9 @@ class Encoder:
     def _put_grid(self, scales: Scales, encoding: Encoding, row: int = 0) -> None:
         """Write rows of a grid of scales from one on, given in FP32 or as they are stored (exponents as bytes)."""
         spec = self._specs[scales.weight]
-        dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
-        stored = encoding.scale_inv.to(dtype).contiguous()
-        self._put(scales.weight, row, stored.view(spec.dtype).reshape(-1, spec.columns))
+        dtype = DType.float8_e8m0fnu if spec.dtype == DType.uint8 else spec.dtype
+        stored = encoding.scale_inv.to(dtype.torch).contiguous()
+        self._put(scales.weight, row, stored.view(spec.dtype.torch).reshape(-1, spec.columns))
 
     def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write zero points, a global scale, and the weight's shape."""
@@ -198,12 +204,13 @@ class Encoder:
         if scales.global_scale and encoding.global_scale:
             self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
         if scales.shape:
-            self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=self._specs[scales.shape].dtype))
+            dtype = self._specs[scales.shape].dtype.torch
+            self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=dtype))
 
     def put_input_scales(self, encode: Encode) -> None:
         """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
         for name, value in encode.input_scales.items():
-            self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
+            self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype.torch))
 
 
 def _check_can_be_nan(name: str, element: Element) -> None:

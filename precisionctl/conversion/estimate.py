@@ -1,5 +1,7 @@
 """What a plan will take, before it runs: memory from the plan, time from a short probe of this disk."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 import time

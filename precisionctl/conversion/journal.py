@@ -79,7 +79,7 @@ def open_journal(
     `restart`, and if there is nothing to continue.
 
     `digest` identifies the conversion, `files` (their sizes and times) the source. The number of `ranks` must also be
-    the same, as it decides who writes which file. Raises OutputError if journal or directory belong to something else,
+    the same, as it decides who writes what. Raises OutputError if journal or directory belong to something else,
     or another run is writing.
     """
     header = _header(digest, ranks, files)

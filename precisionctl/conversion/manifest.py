@@ -1,11 +1,12 @@
 """The manifest of a result: the source and the plan that it was made from, and the checksums that were read back."""
 
+from __future__ import annotations
+
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
 
 from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader
@@ -26,6 +27,11 @@ def fingerprint(reader: Reader) -> str:
     return about.hexdigest()
 
 
+def torch_version() -> str:
+    """PyTorch's, without importing it."""
+    return importlib.metadata.version("torch").partition("+")[0]
+
+
 def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapping[str, str]) -> None:
     """Write the manifest into a checkpoint's directory. It names no path and no time, so equal input gives equal bytes.
 
@@ -38,7 +44,7 @@ def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapp
         "fingerprint": fingerprint(reader),
         "files": {_within(file, reader.path): file.stat().st_size for file in reader.files},
     }
-    versions = {"precisionctl": __version__, "torch": torch.__version__.partition("+")[0]}
+    versions = {"precisionctl": __version__, "torch": torch_version()}
     content = {"versions": versions, "plan": digest, "source": source}
     if checksums:
         content["sha256"] = dict(sorted(checksums.items()))

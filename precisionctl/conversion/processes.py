@@ -4,6 +4,8 @@ They are forked when everything is planned and open. Threads do not help: castin
 threads encoded no faster than one.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import signal

@@ -1,9 +1,11 @@
 """Several machines on one conversion, over a shared file system: which rank this process is, and the messages between
 ranks.
 
-Every rank makes the same plan; each file of the target is written by one rank, and rank 0 begins and commits. Messages
+Every rank makes the same plan; each byte of the target is written by one rank, and rank 0 begins and commits. Messages
 go through PyTorch's key-value store, as torchrun or Slurm set it up.
 """
+
+from __future__ import annotations
 
 import itertools
 import json
@@ -51,7 +53,7 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    store: "Store | None" = None
+    store: Store | None = None
 
     @property
     def first(self) -> bool:
@@ -162,10 +164,16 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
 
     Raises EnvironmentProblem if the ranks cannot connect.
     """
+    place = described(environment)
+    return _meet(*place, environment) if place else ALONE
+
+
+def described(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """This process's rank, and how many there are; None for a process by itself."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if int(environment.get(count, "1")) > 1 and rank in environment:
-            return _meet(int(environment[rank]), int(environment[count]), environment)
-    return ALONE
+            return int(environment[rank]), int(environment[count])
+    return None
 
 
 def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:

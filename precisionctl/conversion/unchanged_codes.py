@@ -3,18 +3,24 @@
 A code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
-_SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SMALLEST = 2.0**-126 * 2.0**16
 """The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
 
 
@@ -53,7 +59,7 @@ def encodings_if_unchanged(
             if levels != (None, False):
                 return None
             before = replace(before, scale_inv=before.in_blocks(spec.rows, spec.columns, block), block=block)
-        if not _can_be_stored(before, targets[scales.weight].dtype if scales else torch.float32):
+        if not _can_be_stored(before, targets[scales.weight].dtype if scales else DType.float32):
             return None
         found[name] = before
     one = [_shared(encoding) for encoding in found.values()] if encode.shared else []
@@ -65,10 +71,10 @@ def _shared(encoding: Encoding) -> Tensor:
     return (encoding.global_scale.value if encoding.global_scale else encoding.scale_inv.float()).reshape(-1)
 
 
-def _can_be_stored(encoding: Encoding, dtype: torch.dtype) -> bool:
+def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:
     """Whether a dtype holds all these scales as they are, and every code decodes to a number of FP32 with them; bytes
     hold exponents."""
     grid, multipliers = encoding.scale_inv.float(), encoding.multipliers
-    held = grid.to(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
+    held = grid.to((DType.float8_e8m0fnu if dtype == DType.uint8 else dtype).torch).float()
     sound = (multipliers >= _SMALLEST) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
     return bool(sound.all())

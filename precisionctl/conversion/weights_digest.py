@@ -8,21 +8,26 @@ completely. A training step, a merge, rescaled channels or another rounding chan
 rows may not; but scales of weights do not depend on the digest, as they are checked against the weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROWS = 4
 """Rows sampled from each matrix: the first, the last, and some between."""
@@ -71,7 +76,7 @@ class _Sampler(Worker):
         plan = self._plan
         rows = {name: self._sampled(job, name) for name in job.writes}
         if job.writes and plan.computes(job):
-            made = plan.compute(job, [self._whole(name, torch.float32) for name in job.reads])
+            made = plan.compute(job, [self._whole(name, DType.float32) for name in job.reads])
             for name, tensor in zip(job.writes, made, strict=False):
                 yield name, tensor.reshape(plan.targets[name].rows, -1)[rows[name]]
             return

@@ -4,29 +4,44 @@ A job is lowered to segments (planning/segments.py), so memory does not grow wit
 the same dtype, bytes are copied; otherwise each piece is decoded, rounded or encoded.
 """
 
+from __future__ import annotations
+
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
+from precisionctl.checkpoints.base import (
+    Bytes,
+    Chunk,
+    Chunked,
+    check_rows,
+    read_bytes,
+    read_rows,
+    rows_held,
+    whole,
+    write_rows,
+)
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.planning.segments import Segment, lower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorSource(Chunked, Protocol):
@@ -86,20 +101,51 @@ class Worker:
         else:
             reads = {name: self._reader.specs[name].rows for name in job.reads}
             segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
-            if job.encode is None:
+            if self._only_copies(job):
+                self._copy(segments)
+            elif job.encode is None:
                 self._move(job, segments)
             elif not self._copy_codes(job.encode, segments):
                 self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
         return self._encoder.found
 
+    def needs_torch(self, job: Job) -> bool:
+        """Whether a job does more than copy bytes."""
+        return bool(job.copies) or not job.writes or not self._only_copies(job)
+
+    def _only_copies(self, job: Job) -> bool:
+        """Whether a job's rows only move, and stay what they are."""
+        if job.encode or self._collects_amax(job) or self._plan.computes(job):
+            return False
+        reads, writes = self._reader.specs, self._writer.specs
+        dtypes = {*(reads[name].dtype for name in job.reads), *(writes[name].dtype for name in job.writes)}
+        return len(dtypes) == 1 and not any(name in self._reader.encodings for name in job.reads)
+
     def _put(self, name: str, row: int, values: Tensor) -> None:
         write_rows(self._writer, name, row, values)
+
+    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
+        """The same of values that are given as their bytes."""
+        write_rows(self._writer, name, row, data)
+
+    def _copy(self, segments: Iterable[Segment]) -> None:
+        """Copy rows that stay what they are."""
+        for segment in (part for each in segments for part in self._here(each)):
+            spec = self._writer.specs[segment.write]
+            row_bytes = spec.width * spec.dtype.itemsize
+            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, row_bytes):
+                data = self._buffers.to_copy(rows, row_bytes)
+                if segment.read is None:
+                    data[:] = 0
+                else:
+                    read_bytes(self._reader, segment.read, segment.read_row + row - segment.write_row, rows, data)
+                self._put_bytes(segment.write, row, data)
 
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
         wanted = self._writer.specs[job.writes[0]].dtype
         made = self._plan.compute(
-            job, [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
+            job, [self._whole(name, DType.float32 if job.encode else wanted) for name in job.reads]
         )
         pieces = [
             (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
@@ -114,7 +160,7 @@ class Worker:
             self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for part in made)
 
     def _move(self, job: Job, segments: Sequence[Segment]) -> None:
-        """Copy values, or round them to the target's dtype."""
+        """Round values to the target's dtype, or look at them on their way."""
         amaxes: list[Tensor] = []
         if not self._collects_amax(job):  # the amax needs all rows, also those that this target does not take
             segments = [part for segment in segments for part in self._here(segment)]
@@ -148,11 +194,7 @@ class Worker:
             return False
         for name, encoding in encodings.items():
             self._encoder.put_encoding(name, encode.weights[name], encoding)
-        for segment in segments:
-            spec = self._reader.specs[segment.write]
-            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.width):
-                into = self._buffers.to_read(spec.dtype, rows, spec.width)
-                self._put(segment.write, row, read_rows(self._reader, segment.write, row, rows, into))
+        self._copy(segments)
         self._encoder.put_input_scales(encode)
         return True
 
@@ -164,7 +206,7 @@ class Worker:
             return
         columns = self._writer.specs[segment.write].columns
         for row, rows in self._buffers.pieces(segment.write_row, segment.rows, WIDEST * columns):
-            yield segment.write, row, self._buffers.to_read(torch.float32, rows, columns).zero_()
+            yield segment.write, row, self._buffers.to_read(DType.float32, rows, columns).zero_()
 
     def _pieces(self, name: str, row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
         """The values of rows `[row, row + rows)`, piece by piece, each with the number of rows before it."""
@@ -181,11 +223,11 @@ class Worker:
         into = self._buffers.to_decode(rows, spec.columns)
         return encoding.decode_rows(stored, row, into, self._buffers.scratch)
 
-    def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
+    def _whole(self, name: str, wanted: DType) -> Tensor:
         """A whole tensor in its shape, in a dtype that holds both its own and `wanted`; codes decoded to `wanted`."""
         spec = self._reader.specs[name]
-        dtype = wanted if name in self._reader.encodings else torch.promote_types(spec.dtype, wanted)
-        values = torch.empty(spec.rows, spec.columns, dtype=dtype)
+        dtype = wanted if name in self._reader.encodings else spec.dtype.promoted(wanted)
+        values = torch.empty(spec.rows, spec.columns, dtype=dtype.torch)
         for row, piece in self._pieces(name, 0, spec.rows):
             values[row : row + len(piece)] = piece
         return values.reshape(spec.shape)
@@ -217,6 +259,9 @@ class Checker(Worker):
     def _put(self, name: str, row: int, values: Tensor) -> None:
         check_rows(self._writer, name, row, values)
 
+    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
+        check_rows(self._writer, name, row, data)
+
     def check(self, job: Job) -> dict[str, str]:
         """Check a job. Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for a
         difference."""
@@ -225,7 +270,7 @@ class Checker(Worker):
 
     def _checksum(self, name: str) -> str:
         spec, total = self._writer.specs[name], sha256()
-        for row, rows in self._buffers.pieces(0, spec.rows, spec.width * spec.dtype.itemsize):
-            into = self._buffers.to_read(spec.dtype, rows, spec.width)
-            total.update(read_rows(self._writer, name, row, rows, into).view(torch.uint8).numpy().data)
+        row_bytes = spec.width * spec.dtype.itemsize
+        for row, rows in self._buffers.pieces(0, spec.rows, row_bytes):
+            total.update(read_bytes(self._writer, name, row, rows, self._buffers.to_copy(rows, row_bytes)).data)
         return total.hexdigest()

@@ -4,17 +4,17 @@ A new one is a file in this folder with an `ENGINE` in it. The rules need config
 dtypes, and the values of the scales alone; no weight is read.
 """
 
+from __future__ import annotations
+
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import precisionctl.engines
 from precisionctl.discover import discover_names
+from precisionctl.dtypes import DType
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
@@ -26,12 +26,15 @@ from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme, coded_weights, recognise
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _USABLE = Demand(
     scales_of_no_use,
     EngineRule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754"),
 )
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (DType.float32, DType.bfloat16, DType.float16)
 """The dtypes of scales that every engine loads; llm-compressor writes scales in the model's dtype."""
 
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
@@ -264,7 +267,7 @@ def _other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], 
     """Weights whose codes of eight bits are not E4M3, which no engine takes."""
     for name in scales:
         if specs[name].packing is None and specs[name].dtype != CODES:
-            yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
+            yield Finding(name, f"{specs[name].dtype} codes", rule)
 
 
 def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
@@ -272,7 +275,7 @@ def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[F
     specs, scheme = directory.specs, directory.scheme
     if scheme in FOUR_BITS.values():
         return  # codes are not recognised with others
-    exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
+    exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
     for weight, scales in directory.scales.items():
         for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():

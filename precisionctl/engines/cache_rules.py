@@ -3,6 +3,8 @@
 Each function yields where a directory breaks a rule, and how; an engine pairs it with its own text and source.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 

@@ -1,11 +1,14 @@
 """Demands that only some engines make. Each function yields where a directory breaks a demand, and how; an engine pairs
 it with its own text and source."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from precisionctl.dtypes import DType
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, cache_scales, sibling, sized
 
@@ -39,7 +42,7 @@ def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
     four-bit codes are loaded as they are."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
     eight = [each for each in scales if each.global_scale is None]
-    for name in (name for each in eight for name in each.names if directory.specs[name].dtype == torch.float32):
+    for name in (name for each in eight for name in each.names if directory.specs[name].dtype == DType.float32):
         value = directory.read(name).reshape(-1)
         beyond = value[value.bfloat16().float() != value]
         if len(beyond):

@@ -1,13 +1,16 @@
 """The rules of inference engines, and the findings where a directory breaks one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, Spelling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

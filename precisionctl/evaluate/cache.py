@@ -26,6 +26,6 @@ def _round_arguments(scale: CacheScale, module: nn.Module, arguments: tuple[Any,
 def _rounded(values: Tensor, scale_inv: float) -> Tensor:
     divisor = torch.tensor(scale_inv, device=values.device)
     rows = values.reshape(-1, values.shape[-1])
-    codes = torch.empty(rows.shape, dtype=CODES, device=values.device)
+    codes = torch.empty(rows.shape, dtype=CODES.torch, device=values.device)
     numerics.encode_by_scale_inv(rows, divisor, codes, numerics.scratch_for(rows))
     return numerics.decode(codes, divisor, values.dtype).view(values.shape)

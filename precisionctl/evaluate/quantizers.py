@@ -74,7 +74,7 @@ class StaticInputs:
     words = "static"
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(Operand(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv))
+        return Quantized(Operand(numerics.encode(values, self.scale_inv.reciprocal(), CODES.torch), self.scale_inv))
 
 
 SMALLEST_TOKEN_SCALE = 1 / (448 * 512)
@@ -91,7 +91,7 @@ class TokenInputs:
     def quantize(self, values: Tensor) -> Quantized:
         amax = values.abs().amax(1, keepdim=True).float()
         scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
-        codes = torch.empty(values.shape, dtype=CODES, device=values.device)
+        codes = torch.empty(values.shape, dtype=CODES.torch, device=values.device)
         numerics.encode_by_scale_inv(values, scale_inv, codes, numerics.scratch_for(values))
         return Quantized(Operand(codes, scale_inv))
 
@@ -127,7 +127,7 @@ class GroupInputs:
         scale_inv = amax / numerics.FP8_MAX[CODES]
         if self.power_of_2:
             scale_inv = numerics.power_of_2_above(scale_inv)
-        codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
+        codes = torch.empty(groups.shape, dtype=CODES.torch, device=values.device)
         numerics.encode_by_scale_inv(groups, scale_inv, codes, numerics.scratch_for(groups))
         if self.native:
             return Quantized(Operand(codes.view(tokens, -1), scale_inv.view(tokens, -1)))

@@ -63,9 +63,9 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     plan = make_plan(reader, "megatron", dtype=dtype).text
     states = None if plain else _state_of_next_step(reader)
     precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
-    model = GPT(plan.model, precision, "emulated", dtype, device)
+    model = GPT(plan.model, precision, "emulated", dtype.torch, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
-    stored = str(dtype).removeprefix("torch.")
+    stored = dtype.value
     if plain:
         return model, stored
     if not precision.fp8:
@@ -210,7 +210,7 @@ def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -
 
 def _merged_codes(reader: Reader, job: Job, plan: Plan) -> Tensor:
     codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
-    return job.row.merge(codes, plan.model).view(CODES)
+    return job.row.merge(codes, plan.model).view(CODES.torch)
 
 
 def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) -> NativeStoredBlocks | None:

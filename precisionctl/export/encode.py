@@ -3,14 +3,15 @@
 A plan without such a pass writes values.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.families import table_of
 from precisionctl.engines.serving import ServingLayout, fused, in_step
@@ -23,6 +24,9 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEAD = "lm_head"
 
@@ -163,7 +167,7 @@ class InScheme:
     jobs: Sequence[Job]
     refused: Mapping[str, str]
     inputs: Mapping[str, Tensor] | None = None
-    kept: "Kept | None" = None
+    kept: Kept | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
         if self.format.scheme not in _SHARED:

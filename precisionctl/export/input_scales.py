@@ -1,9 +1,11 @@
 """Fixed input scales from recorded FP8 state, and FP8 state from fixed input scales."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -14,6 +16,9 @@ from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _RECORD = (
     "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "

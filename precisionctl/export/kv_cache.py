@@ -5,6 +5,8 @@ An engine divides what it caches by them and multiplies what it reads, so like e
 There is one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +14,7 @@ import torch
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
@@ -88,7 +91,7 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             scale = scales[stem]
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
-            targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
+            targets |= {name: TensorSpec(spelling.shape, DType.float32) for name in values}
             encode = job.encode or Encode({}, {})
             job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
         jobs.append(job)

@@ -3,18 +3,18 @@
 It names no path and no time, so equal exports of one name have equal cards.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
-from precisionctl.conversion.manifest import fingerprint
+from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -75,14 +75,13 @@ class Card:
     def _about(self, reader: Reader) -> Iterator[str]:
         size = sum(file.stat().st_size for file in reader.files) / 1e9
         when = "" if reader.iteration is None else f", iteration {reader.iteration}"
-        torch_version = torch.__version__.partition("+")[0]
         what = f"A `{_plain(reader.model.model_type)}` in {self.codes}, for {self.title}."
         yield f"{what} In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
         yield f"| source | {reader.container}{when}, {size:.3g} GB in {len(reader.files)} file(s) |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
-        yield f"| made by | precisionctl {__version__}, torch {torch_version}; see `precisionctl/manifest.json` |"
+        yield f"| made by | precisionctl {__version__}, torch {torch_version()}; see `precisionctl/manifest.json` |"
         yield ""
 
     def _weights(self) -> Iterator[str]:

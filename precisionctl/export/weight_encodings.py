@@ -4,11 +4,13 @@ Encodings are kept beside values as they were, so a conversion that moves rows n
 are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
@@ -16,12 +18,16 @@ from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
 from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
@@ -107,13 +113,13 @@ class _Moved:
 
     def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
         """Add the scales of a weight that a job writes; only the shape and dtype of `scale_inv` are kept."""
-        self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
+        self.specs[name] = TensorSpec(tuple(scale_inv.shape), DType.of(scale_inv.dtype))
         self._jobs[name] = job, weight
 
     def add_fixed(self, name: str, value: Tensor) -> None:
         """Take the one fixed scale of a weight's input."""
         self._fixed[name] = value
-        self.specs[name] = TensorSpec((), torch.float32)
+        self.specs[name] = TensorSpec((), DType.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         place = self._fixed[name] if name in self._fixed else self._grid(*self._jobs[name])

@@ -9,7 +9,6 @@ both ways (quantize_transpose_square_blockwise.cu).
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import numerics
@@ -22,7 +21,8 @@ def quantize(values: Tensor, block: tuple[int, int], scale_of: ScaleOf, dtype: t
     """Codes of `values` `[rows, columns]` in blocks of `block` (rows, columns), and the FP32 scale_inv of each block,
     `[down, across]`. Codes are `[down * block[0], across * block[1]]`: values are padded with zeros to whole blocks."""
     high, wide = block
-    filled = F.pad(values.detach(), (0, -values.shape[1] % wide, 0, -values.shape[0] % high)).contiguous()
+    missing = (0, -values.shape[1] % wide, 0, -values.shape[0] % high)
+    filled = torch.nn.functional.pad(values.detach(), missing).contiguous()
     lines = filled.view(-1, wide)  # one row of one block each, from left to right
     largest = numerics.row_amax(lines, numerics.scratch_for(lines))
     scale = scale_of(largest.view(filled.shape[0] // high, high, filled.shape[1] // wide).amax(1))

@@ -4,15 +4,20 @@ A block keeps its carried scale if encoding and decoding with it gives back ever
 such codes and have not changed, so the same codes come out again. Otherwise the block gets a new scale from its amax.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.fp8 import group_scales, numerics
 from precisionctl.fp8.elements import E2M1, E4M3, INT4, Element
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BlockScales:

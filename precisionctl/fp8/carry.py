@@ -1,16 +1,21 @@
 """What happens to FP8 state on the way to another checkpoint: carried over, filled in from a file, or computed anew."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIXED_SCALES = "input scales of "
 """Prefix of the `producer` of state that was made from the fixed input scales of an FP8 checkpoint."""

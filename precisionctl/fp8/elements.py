@@ -4,11 +4,18 @@ An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. R
 memory, as they are in files: two in each, the first in its low half (`fp8/nibbles.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from precisionctl.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,14 @@ class Element:
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: DType
     stored: str
     largest: float
     of_amax: float
 
     @property
     def bits(self) -> int:
-        return 4 if self.dtype == torch.uint8 else 8
+        return 4 if self.dtype == DType.uint8 else 8
 
     def differing(self, a: Tensor, b: Tensor) -> int:
         """How many codes of two tensors are not the same."""
@@ -35,27 +42,27 @@ class Element:
         return int((bits != 0).sum()) if self.bits == 8 else int(((bits & 15) != 0).sum() + (bits > 15).sum())
 
 
-def _fp8(name: str, dtype: torch.dtype, largest: float) -> Element:
-    return Element(name, dtype, str(dtype).removeprefix("torch."), largest, largest)
+def _fp8(name: str, dtype: DType, largest: float) -> Element:
+    return Element(name, dtype, dtype.value, largest, largest)
 
 
-E4M3 = _fp8("E4M3", torch.float8_e4m3fn, 448.0)
-E5M2 = _fp8("E5M2", torch.float8_e5m2, 57344.0)
-E4M3_FNUZ = _fp8("E4M3 FNUZ", torch.float8_e4m3fnuz, 240.0)
-E5M2_FNUZ = _fp8("E5M2 FNUZ", torch.float8_e5m2fnuz, 57344.0)
-E2M1 = Element("E2M1", torch.uint8, "float4_e2m1fn_x2", 6.0, 6.0)
-INT4 = Element("INT4", torch.uint8, "int4", 7.0, 7.5)
+E4M3 = _fp8("E4M3", DType.float8_e4m3fn, 448.0)
+E5M2 = _fp8("E5M2", DType.float8_e5m2, 57344.0)
+E4M3_FNUZ = _fp8("E4M3 FNUZ", DType.float8_e4m3fnuz, 240.0)
+E5M2_FNUZ = _fp8("E5M2 FNUZ", DType.float8_e5m2fnuz, 57344.0)
+E2M1 = Element("E2M1", DType.uint8, "float4_e2m1fn_x2", 6.0, 6.0)
+INT4 = Element("INT4", DType.uint8, "int4", 7.0, 7.5)
 """Stored as the number plus 8. compressed-tensors divides twice the amax by 15, so that one of the two signs has 8."""
 
-_BY_DTYPE: Mapping[torch.dtype, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+_BY_DTYPE: Mapping[DType, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
-def element_of(dtype: torch.dtype) -> Element:
+def element_of(dtype: DType) -> Element:
     """The element whose codes are stored in a dtype of eight bits."""
     return _BY_DTYPE[dtype]
 
 
-_CODES_IN_WORD: Mapping[torch.dtype, int] = {torch.uint8: 2, torch.int8: 2, torch.int32: 8}
+_CODES_IN_WORD: Mapping[DType, int] = {DType.uint8: 2, DType.int8: 2, DType.int32: 8}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Packing:
 
     name: str
     element: Element
-    word: torch.dtype
+    word: DType
     suffix: str = ""
     block: int | None = None
 

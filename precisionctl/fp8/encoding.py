@@ -1,19 +1,25 @@
 """Encoding: how stored codes were made, so that they can be read and made again."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.elements import E2M1, Element
 
-CODES: tuple[torch.dtype, ...] = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CODES: tuple[DType, ...] = (
+    DType.float8_e4m3fn,
+    DType.float8_e5m2,
+    DType.float8_e4m3fnuz,
+    DType.float8_e5m2fnuz,
 )
 """Dtypes that a weight's codes may have; the last two are AMD's, of another bias and without negative zero."""
 
@@ -30,7 +36,7 @@ class GlobalScale:
         """What codes are multiplied by, of an FP32 grid of blocks' scales."""
         return grid / self.value if self.divides else grid * self.value
 
-    def same(self, other: "GlobalScale | None") -> bool:
+    def same(self, other: GlobalScale | None) -> bool:
         """Whether another one is this."""
         return other is not None and self.divides == other.divides and torch.equal(self.value, other.value)
 
@@ -58,7 +64,7 @@ class Encoding:
         grid = _numbers(self.scale_inv)
         return self.global_scale.times(grid) if self.global_scale else grid
 
-    def same(self, other: "Encoding") -> bool:
+    def same(self, other: Encoding) -> bool:
         """Whether another encoding is this one, its scales' dtype aside."""
         mine, others = self.global_scale, other.global_scale
         same_global = mine is others or (mine is not None and mine.same(others))
@@ -67,7 +73,7 @@ class Encoding:
         same_kind = (self.element, self.block) == (other.element, other.block) and same_global and same_zeros
         return same_kind and torch.equal(self.scale_inv.float(), other.scale_inv.float())
 
-    def of_rows(self, row: int, rows: int) -> "Encoding":
+    def of_rows(self, row: int, rows: int) -> Encoding:
         """The encoding of rows `[row, row + rows)` alone, with scales of their own and no global one."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
         return Encoding(self.element, self._grid(row, rows).expand(rows, -1), (1, self.block[1]), zeros=zeros)
@@ -96,7 +102,8 @@ class Encoding:
         """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor, as `decode_rows` takes them;
         `into` is contiguous, `scratch` as `numerics.encode_by_scale_inv` takes it."""
         rows, columns = values.shape
-        codes = torch.empty(rows, columns * self.element.bits // 8, dtype=self.element.dtype) if into is None else into
+        dtype = self.element.dtype.torch
+        codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
             nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)

@@ -5,6 +5,8 @@ backward, pickled in ways that changed over time (docs/scales.md has the table).
 a Payload, and a Payload the state of a GEMM, a group of GEMMs or attention. `extra_state_writer.py` is the inverse.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

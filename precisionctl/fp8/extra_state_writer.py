@@ -5,11 +5,12 @@ Version 2 is what TE 2.x writes. Version 1 is the pickle that TE 1.14 wrote, wit
 require. Every TE from 0.6 to 1.14 reads it, more than any other form of 1.x.
 """
 
+from __future__ import annotations
+
 import struct
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import grouped
@@ -18,6 +19,9 @@ from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
 from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, DelayedScaling, Fp8State, RoleState
 from precisionctl.fp8.te_pickle import LEGACY_MAGIC, LEGACY_VERSION, RECIPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TeVersion = Literal[1, 2]
 

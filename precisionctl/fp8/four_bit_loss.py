@@ -1,15 +1,18 @@
 """What each four-bit scheme of `export-inference` would lose of a weight; `health.py` has FP8's scalings."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from precisionctl.fp8 import group_scales, nibbles, numerics
 from precisionctl.fp8.nibbles import NUMBERS, NibbleFormat
 from precisionctl.fp8.statistics import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FourBitScheme = Literal["nvfp4", "mxfp4", "w4a16"]
 FORMATS: Mapping[FourBitScheme, tuple[NibbleFormat, int]] = {
@@ -37,7 +40,7 @@ def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourB
     power = float(finite.double().square().sum())
     losses: dict[FourBitScheme, Loss] = {}
     for scheme, (form, group) in FORMATS.items():
-        rows = F.pad(finite, (0, -values.shape[1] % group))
+        rows = torch.nn.functional.pad(finite, (0, -values.shape[1] % group))
         largest = numerics.row_amax(rows.view(-1, group), scratch).view(len(rows), -1)
         scales = _scales(scheme, rows, largest, amax.clamp(max=torch.finfo(torch.float32).max), scratch)
         packed = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)

@@ -7,12 +7,16 @@ expert, cut as if the order were always `role` (TEGroupedLinear, `_split_extra_s
 column r * N + i of the linear, even where that column belongs to another expert.
 """
 
-from typing import Literal, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ColumnOrder = Literal["role", "gemm"]
 

@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
 from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
@@ -71,7 +71,7 @@ def _tiles(rows: Tensor) -> Iterator[Tensor]:
     for row in range(0, rows.shape[0], height):
         for column in range(0, rows.shape[1], width):
             piece = rows[row : row + height, column : column + width].float()
-            piece = F.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
+            piece = torch.nn.functional.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
             yield piece.view(piece.shape[0] // BLOCK, BLOCK, piece.shape[1] // BLOCK, BLOCK // MX_BLOCK, MX_BLOCK)
 
 
@@ -99,7 +99,7 @@ def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Te
 
 def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """How many elements a scaling makes zero, how many it clamps, and the sum of the squared errors; each `[]`."""
-    largest, scale_inv = numerics.FP8_MAX[dtype], scale.reciprocal()
+    largest, scale_inv = numerics.FP8_MAX[DType.of(dtype)], scale.reciprocal()
     decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
     left = torch.count_nonzero(decoded)
     limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # so that an infinity is beyond it

@@ -4,15 +4,18 @@ Eight in an int32, the first in its lowest bits, are the same bytes in memory: `
 Microscaling Formats (MX) 1.0, section 5.3.3, for E2M1; compressed-tensors' `pack_to_int32` for INT4, a number + 8.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from precisionctl.fp8.numerics import INTEGERS, PIECE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NibbleFormat = Literal["E2M1", "INT4"]
 """What a code of four bits stands for."""
@@ -82,7 +85,9 @@ def encode_asymmetric(
         codes = codes.view(values[rows].shape)
         if form == "E2M1":
             codes.bitwise_or_(_signs(values[rows]))
-        packed[rows] = pack(F.pad(codes, (0, filling), value=NUMBERS[form].index(0.0)) if filling else codes)
+        if filling:
+            codes = torch.nn.functional.pad(codes, (0, filling), value=NUMBERS[form].index(0.0))
+        packed[rows] = pack(codes)
 
 
 def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -140,7 +145,7 @@ def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
 
 def _signs(values: Tensor) -> Tensor:
     """Of floating-point values, as codes of E2M1 have them: uint8, 8 for a minus."""
-    bits = values.view(INTEGERS[values.dtype.itemsize])
+    bits = values.view(INTEGERS[values.dtype.itemsize].torch)
     return bits.bitwise_right_shift(8 * values.dtype.itemsize - 4).to(torch.uint8).bitwise_and_(8)
 
 

@@ -5,21 +5,26 @@ fallback (`NVTE_UNFUSED_FP8_UPDATE=1`) divides by 2**margin last and rolls every
 Everything here works on one tensor's numbers (`[]`, history `[H]`) and on several at once (`[N]`, `[N, H]`).
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 
-FP8_MAX: Mapping[torch.dtype, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FP8_MAX: Mapping[DType, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 """Largest finite value of each code dtype."""
 
 BLOCK, MX_BLOCK = 128, 32
@@ -28,9 +33,9 @@ BLOCK, MX_BLOCK = 128, 32
 PIECE = 128 * 1024
 """Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a CPU core's cache."""
 
-_FP32_MAX = torch.finfo(torch.float32).max
+_FP32_MAX = float(np.finfo(np.float32).max)
 _FP32_EXPONENT, _FP32_MANTISSA = 0x7F800000, 0x007FFFFF
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: DType.uint8, 2: DType.int16, 4: DType.int32, 8: DType.int64}
 """By the bytes of an element: the dtype that shows its bits."""
 
 
@@ -65,7 +70,7 @@ def underflows(values: Tensor, codes: Tensor) -> int:
     among the values.
     """
     zeros = _zeros(codes.view(torch.int8))
-    return zeros - _zeros(values.view(INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
+    return zeros - _zeros(values.view(INTEGERS[values.dtype.itemsize].torch)) if zeros > codes.numel() // 1000 else 0
 
 
 def _zeros(bits: Tensor) -> int:
@@ -92,7 +97,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
     """`row_amax`, and whether any value is NaN. Both come from one pass over the values."""
     # Without the sign bit, floats compare as their bits do as integers, and an integer maximum is four times as fast as
     # a floating-point amin and amax.
-    bits = values.view(INTEGERS[values.dtype.itemsize])
+    bits = values.view(INTEGERS[values.dtype.itemsize].torch)
     columns = bits.shape[1]
     room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
     largest = bits.new_empty(len(bits), 1)
@@ -109,7 +114,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
 
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
     """`fp8_max * 2**-margin`: what TE's kernel divides by the amax to get a scale. Exact in FP32."""
-    return FP8_MAX[dtype] * 2.0**-margin
+    return FP8_MAX[DType.of(dtype)] * 2.0**-margin
 
 
 def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
@@ -128,7 +133,7 @@ def current_scale(
     stands in for a scale beyond FP32."""
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = amax.isfinite() & (amax != 0)
-    scale = torch.where(usable, _divide(FP8_MAX[dtype], amax), 1.0)
+    scale = torch.where(usable, _divide(FP8_MAX[DType.of(dtype)], amax), 1.0)
     scale = torch.where(scale.isinf(), largest, scale)
     return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
 
@@ -146,7 +151,7 @@ def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     As TE computes it since 2.13 (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp). Before 2.13 the E8M0 byte 0
     gave the scale 1.
     """
-    bits = (amax.float() * (1.0 / FP8_MAX[dtype])).view(torch.int32)
+    bits = (amax.float() * (1.0 / FP8_MAX[DType.of(dtype)])).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = (exponent + up).clamp(max=254)  # an infinity is stored as the largest exponent
@@ -225,7 +230,7 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest code. `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`."""
     rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
     codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
-    _encode_pieces(rows, Tensor.mul_, scale, codes, scratch_for(values))
+    _encode_pieces(rows, torch.Tensor.mul_, scale, codes, scratch_for(values))
     return codes.view(values.shape)
 
 
@@ -266,13 +271,13 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
     by its reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]`, `[rows, 1]` or `[rows, columns]`; `scratch` is
     FP32 of any size, best PIECE.
     """
-    _encode_pieces(values, Tensor.div_, scale_inv, codes, scratch)
+    _encode_pieces(values, torch.Tensor.div_, scale_inv, codes, scratch)
 
 
 def _encode_pieces(
     values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
 ) -> None:
-    largest = FP8_MAX[codes.dtype]
+    largest = FP8_MAX[DType.of(codes.dtype)]
     saturates = codes.is_cpu and _cast_saturates(codes.dtype)
     for tile, by, into in _tiles(scratch.numel(), values, factor.expand(values.shape), codes):
         work = scratch[: tile.numel()].view(tile.shape).copy_(tile)
@@ -284,8 +289,9 @@ def _encode_pieces(
 def _cast_saturates(dtype: torch.dtype) -> bool:
     """Whether PyTorch's cast to `dtype` on a CPU saturates, so that no clamp is needed: to E4M3 it does since some
     version after 2.11, to E5M2 not yet."""
-    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[dtype]]).repeat(64)  # enough for the vectorised path too
-    return bool((beyond.to(dtype).float() == FP8_MAX[dtype]).all())
+    largest = FP8_MAX[DType.of(dtype)]
+    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * largest]).repeat(64)  # enough for the vectorised path too
+    return bool((beyond.to(dtype).float() == largest).all())
 
 
 def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -297,14 +303,15 @@ def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return chain.from_iterable(zip(*(torch.split(row, room, 1) for row in band), strict=True) for band in bands)
 
 
-def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`.
+def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`, if one is given.
 
     Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
     """
     if dtype == torch.float16:
         raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    return (code_values(codes) * scale_inv).to(dtype)
+    values = code_values(codes) * scale_inv
+    return values if dtype is None else values.to(dtype)
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:

@@ -6,21 +6,25 @@ a TE payload that could not be decoded; `<module>/<role>.statistics`, FP64 `[26]
 in random order, and equal states must give equal bytes.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
 from precisionctl.untrusted.safe_files import has_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Its path in a checkpoint. Not at the top, where inference engines load every safetensors file."""
@@ -45,6 +49,8 @@ _LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("sca
 
 def write(path: Path, states: Fp8States) -> None:
     """Write and sync the sidecar, creating its directory. Equal states give equal bytes. Raises OSError."""
+    from safetensors.torch import save  # imports torch
+
     tensors = {f"{module}/raw": _own(data) for module, data in states.raw.items()}
     for module, state in states.modules.items():
         for role, part in state.roles.items():

@@ -4,15 +4,19 @@ TE's words: `scale` multiplies before the cast (`fp8 = saturate(x * scale)`). `a
 row order: row 0 is the step being recorded (zero at rest), row 1 the oldest, the last row the newest.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Role = Literal[
     "input", "weight", "output", "grad_output", "grad_input", "qkv", "s", "o", "d_o", "d_qkv", "d_p", "k", "v"
@@ -100,7 +104,7 @@ class RoleState:
     amax_history: Tensor
 
     @staticmethod
-    def fresh(history: int, shape: tuple[int, ...] = ()) -> "RoleState":
+    def fresh(history: int, shape: tuple[int, ...] = ()) -> RoleState:
         """What TE starts with: scale 1 and an all-zero history. `shape` is the scale's: `[]` or `[experts]`."""
         return RoleState(torch.ones(shape), torch.zeros(*shape, history))
 
@@ -114,7 +118,7 @@ class RoleState:
         """Whether each expert was ever recorded: bool, of the scale's shape."""
         return (self.scale != 1) | (self.amax_history != 0).any(-1)
 
-    def replaced(self, where: Tensor, other: "RoleState") -> "RoleState":
+    def replaced(self, where: Tensor, other: RoleState) -> RoleState:
         """This state, but `other`'s where `where` is True: bool of the scale's shape, `[]` or `[experts]`."""
         history = torch.where(where.unsqueeze(-1), other.amax_history, self.amax_history)
         return RoleState(torch.where(where, other.scale, self.scale), history)
@@ -133,7 +137,7 @@ class RoleState:
         if history.shape[-1] == 0 or not bool((history >= 0).all()):
             raise DamagedCheckpoint("an amax history is empty or holds negative numbers or NaN", where=where)
 
-    def resized(self, history: int) -> "RoleState":
+    def resized(self, history: int) -> RoleState:
         """The same state with `history` rows: row 0, then the newest ones; zeros follow row 0 where there are
         too few. (TE's own resize keeps the oldest rows and puts its zeros where the newest belong.)"""
         old = self.amax_history
@@ -155,12 +159,12 @@ class Fp8State:
         return "weight" in self.roles
 
     @staticmethod
-    def fresh(history: int, shape: tuple[int, ...] = ()) -> "Fp8State":
+    def fresh(history: int, shape: tuple[int, ...] = ()) -> Fp8State:
         """The state that TE starts a GEMM with; arguments as of `RoleState.fresh`."""
         return Fp8State({role: RoleState.fresh(history, shape) for role in ROLES})
 
     @staticmethod
-    def of_experts(states: "Sequence[Fp8State]") -> "Fp8State":
+    def of_experts(states: Sequence[Fp8State]) -> Fp8State:
         """The states of a module's experts, `[]` each, stacked to one state of `[experts]`."""
         roles: dict[Role, RoleState] = {}
         for role in states[0].roles:
@@ -168,7 +172,7 @@ class Fp8State:
             roles[role] = RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
         return Fp8State(roles)
 
-    def of_expert(self, index: int) -> "Fp8State":
+    def of_expert(self, index: int) -> Fp8State:
         """The inverse of `of_experts`."""
         return Fp8State({role: RoleState(p.scale[index], p.amax_history[index]) for role, p in self.roles.items()})
 
@@ -178,7 +182,7 @@ class Fp8State:
         return tuple(next(iter(self.roles.values())).scale.shape)
 
     @staticmethod
-    def merge(states: "Iterable[Fp8State]") -> "Fp8State":
+    def merge(states: Iterable[Fp8State]) -> Fp8State:
         """One state for several parts: never-recorded parts are ignored; of the rest the elementwise
         maximum of the histories and the smallest scale, so that nothing saturates."""
         parts: dict[Role, list[RoleState]] = {}
@@ -238,7 +242,7 @@ class Fp8States:
         weights. Engines, transformers and the trainer here multiply what comes out."""
         return self.producer in IN_MEGATRON and any(name.endswith(".mlp.experts.linear_fc2") for name in self.modules)
 
-    def without(self, modules: Container[str]) -> "Fp8States":
+    def without(self, modules: Container[str]) -> Fp8States:
         """The same without these modules."""
         return replace(
             self,

@@ -3,15 +3,20 @@
 Tensors stay records, too, until `tensor` has checked that they lie within their storage.
 """
 
+from __future__ import annotations
+
 import io
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted import safe_archive, safe_pickle
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RECIPES = "transformer_engine.common.recipe"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
@@ -105,7 +110,7 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
     In a bare pickle a storage is a file in torch.save's legacy format. It is parsed here, because torch.load would
     execute what such a file asks for.
     """
-    if isinstance(stored.storage, Tensor):
+    if isinstance(stored.storage, torch.Tensor):
         return stored.storage
     saved = stored.storage.data if isinstance(stored.storage, _Saved) else None
     if not isinstance(saved, bytes) or not saved.startswith(LEGACY_MAGIC):
@@ -115,10 +120,10 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
         safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
     )
     match reference:
-        case [("storage", torch.dtype() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
+        case [("storage", DType() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
             count, numbers = file.read(8), file.read()
         case _:
             raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
     if not 0 < int.from_bytes(count, "little") == elements == len(numbers) / dtype.itemsize:
         raise DamagedCheckpoint("a tensor's storage is shorter or longer than it says", where=where)
-    return torch.frombuffer(bytearray(numbers), dtype=dtype)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype.torch)

@@ -22,7 +22,7 @@ from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run_plan import RunPlan
-from precisionctl.trainer.saved.loading import balance_args
+from precisionctl.trainer.saved.balance import balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 from precisionctl.trainer.saved.saving import copy_towers
 

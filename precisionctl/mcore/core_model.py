@@ -15,7 +15,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.model.router_losses import Balance
-from precisionctl.trainer.saved.loading import balance_args
+from precisionctl.trainer.saved.balance import balance_args
 
 
 def make_config(

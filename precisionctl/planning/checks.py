@@ -4,15 +4,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from precisionctl.architectures.param_map import Row
+from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Parallelism, TensorSpec
 
-_VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
+_VALUES = (DType.bfloat16, DType.float16, DType.float32, *CODES)
 """The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""
 
 _LINES = 8
@@ -53,9 +52,8 @@ def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     """Raise PrecisionError for a dtype that no weight has."""
     for name, spec in stored.items():
         if spec.dtype not in _VALUES and spec.packing is None:
-            dtype = str(spec.dtype).removeprefix("torch.")
             raise PrecisionError(
-                f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
+                f"`{name}` is {spec.dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
             )
 
 

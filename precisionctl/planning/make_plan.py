@@ -8,12 +8,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
+from precisionctl.dtypes import DType
 from precisionctl.errors import MissingTensor, at
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec, shared_spec
@@ -39,7 +38,7 @@ def make_plan(
     source: PlanSource,
     target: Layout,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
     respelled: bool = False,
@@ -102,7 +101,7 @@ def make_plan(
                 jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
                 read = {name: specs[name] for name in job.reads}
                 checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
-                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
+                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else DType.float32
                 parallel = job.row.cut(model) if target == "megatron" else REPLICATED
                 for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
                     targets[name] = shared_spec(shape, kept, parallel)
@@ -189,7 +188,7 @@ def _targets(
     specs: Mapping[str, TensorSpec],
     source: Layout,
     target: Layout,
-    dtype: torch.dtype | None,
+    dtype: DType | None,
 ) -> dict[str, TensorSpec]:
     made = None if job.row.keeps_dtype else dtype
     if made is None:
@@ -203,12 +202,12 @@ def _targets(
 
 def _stored_dtype(
     job: Job, model: ModelShape, specs: Mapping[str, TensorSpec], source: Layout, target: Layout
-) -> torch.dtype:
+) -> DType:
     """The dtype that holds all that a job reads, FP8 codes taken for BF16; that of a norm as `Row.wide_beside` says."""
     if job.row.wide_beside and source != target and not job.row.is_row_permutation(model):
         (own,) = job.reads
         beside = specs[f"{own.rsplit('.', 2)[0]}.{job.row.wide_beside}"].dtype
-        return torch.float32 if specs[own].dtype == beside else beside
+        return DType.float32 if specs[own].dtype == beside else beside
     stored = (specs[name] for name in job.reads)
-    dtypes = [torch.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
+    dtypes = [DType.bfloat16 if spec.is_codes else spec.dtype for spec in stored]
+    return reduce(DType.promoted, dtypes) if dtypes else DType.bfloat16

@@ -5,6 +5,8 @@ exactly one job and each target tensor is produced by exactly one. A job is one 
 group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -12,8 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.wrappers import TOWERS
@@ -23,6 +24,9 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import Scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -123,17 +127,17 @@ class Plan:
         return [name for job in self.jobs if job.encode for name in job.encode.weights]
 
     @property
-    def text(self) -> "Plan":
+    def text(self) -> Plan:
         """The same without a wrapper's towers, which nothing here computes."""
         return self if self.model.wrapper is None else self._only(of_towers=False)
 
     @property
-    def towers(self) -> "Plan":
+    def towers(self) -> Plan:
         """The part of a wrapper's plan that is of towers."""
         assert self.model.wrapper is not None, "a text model has none"
         return self._only(of_towers=True)
 
-    def _only(self, *, of_towers: bool) -> "Plan":
+    def _only(self, *, of_towers: bool) -> Plan:
         jobs = tuple(job for job in self.jobs if job.name.startswith(TOWERS) == of_towers)
         return replace(self, jobs=jobs, targets={name: self.targets[name] for job in jobs for name in job.outputs})
 

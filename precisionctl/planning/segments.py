@@ -4,15 +4,22 @@ The row's own `merge` or `split` is applied to row numbers instead of values. Ea
 result is a segment: a number of rows to copy from one place to another.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+RowNumbers: TypeAlias = "NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,8 @@ def lower(
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
     numbers, starts = _number(reads.values())
-    whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
-    outputs = (whole,) if target == "megatron" else row.split(whole, model)
+    whole = numbers[0] if source == "megatron" else row.source.rearrangement.merge(numbers, model)
+    outputs = (whole,) if target == "megatron" else row.rearrangement.split(whole, model)
     outputs += outputs[:1] * len(copies)
     return [
         segment
@@ -63,22 +70,22 @@ def lower(
     ]
 
 
-def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:
+def _number(sizes: Iterable[int]) -> tuple[list[RowNumbers], list[int]]:
     """Number the rows of all parts consecutively, `[rows, 1]` each, with the first number of each part. 0 is for rows
     of zeros; one number is left out between parts, so that no run of numbers spans two parts."""
     numbers, starts, start = [], [], 1
     for rows in sizes:
-        numbers.append(torch.arange(start, start + rows).unsqueeze(1))
+        numbers.append(np.arange(start, start + rows)[:, None])
         starts.append(start)
         start += rows + 1
     return numbers, starts
 
 
-def _coalesce(numbers: Tensor, write: str, reads: Sequence[str], starts: Sequence[int]) -> list[Segment]:
+def _coalesce(numbers: RowNumbers, write: str, reads: Sequence[str], starts: Sequence[int]) -> list[Segment]:
     """The segments of one written tensor: runs of consecutive row numbers, and runs of zeros."""
-    step = numbers.diff()
+    step = np.diff(numbers)
     zeros = (numbers[1:] == 0) & (numbers[:-1] == 0)
-    breaks = torch.nonzero((step != 1) & ~zeros).flatten() + 1
+    breaks = np.flatnonzero((step != 1) & ~zeros) + 1
     edges = [0, *breaks.tolist(), len(numbers)] if len(numbers) else []
     segments = []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):

@@ -8,22 +8,27 @@ Which weights are codes is read from the dtypes of the stored tensors, and not f
 tools match those by whole names, by parts of names, by globs and by regular expressions, each in its own way.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 import precisionctl.quant_methods
 from precisionctl.discover import discover_names
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP, zero_points
 from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
 """`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
@@ -40,7 +45,7 @@ is no part of it, so a directory of such a format is known by its name alone."""
 FIXED_INPUTS: tuple[Scheme, ...] = ("static", "nvfp4")
 """Schemes with a fixed scale for the inputs of each weight."""
 
-CODES = torch.float8_e4m3fn
+CODES = DType.float8_e4m3fn
 """What every engine reads; none takes E5M2 weights."""
 
 Block = tuple[int | None, int | None]
@@ -69,8 +74,8 @@ BLOCKS: Mapping[Scheme, Block] = {
 """How many rows and columns of a weight share a scale, by scheme."""
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+FLOATS = (DType.float32, DType.bfloat16, DType.float16)
+EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
 """Dtypes that a tensor of scales may have; bytes are exponents."""
 
 
@@ -87,7 +92,7 @@ class CodeFormat:
 
     block: Block
     packing: Packing | None = None
-    scales: tuple[torch.dtype, ...] = ()
+    scales: tuple[DType, ...] = ()
     global_scale: str | None = None
     divides: bool = False
     zero_points: str | None = None
@@ -132,7 +137,7 @@ class Quantization:
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
-    def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Quantization":
+    def narrowed(self, scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec]) -> Quantization:
         """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
@@ -237,15 +242,15 @@ class Spelling:
         found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
         if scales.input is not None:
             found[scales.input] = shape(1, 1)
-        dtype = torch.uint8 if scheme == "mxfp8" else torch.float32
+        dtype = DType.uint8 if scheme == "mxfp8" else DType.float32
         return {name: TensorSpec(size, dtype) for name, size in found.items()}
 
     def _of_four_bits(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
-        one = TensorSpec(self.shapes["static"](1, 1), torch.float32)
+        one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
         found = {scales.weight: TensorSpec(grid_shape(weight.rows, weight.columns, scales.block), form.scales[0])}
         found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
         if scales.shape is not None:
-            found[scales.shape] = TensorSpec((2,), torch.int64)
+            found[scales.shape] = TensorSpec((2,), DType.int64)
         return found
 
 
@@ -446,10 +451,10 @@ def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorS
     rows, groups = grid_shape(weight.rows, weight.columns, scales.block)
     one = ((), (1,))
     for name, shapes, dtypes in (
-        (scales.global_scale, one, (torch.float32,)),
-        (scales.input if weight.packing else None, one, (torch.float32,)),
-        (scales.zero_points, ((-(-rows // 8), groups),), (torch.int32,)),
-        (scales.shape, ((2,),), (torch.int64, torch.int32)),
+        (scales.global_scale, one, (DType.float32,)),
+        (scales.input if weight.packing else None, one, (DType.float32,)),
+        (scales.zero_points, ((-(-rows // 8), groups),), (DType.int32,)),
+        (scales.shape, ((2,),), (DType.int64, DType.int32)),
     ):
         if name is None:
             continue
@@ -459,7 +464,7 @@ def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorS
             what = f"{name} has shape {list(specs[name].shape)}, not {' or '.join(str(list(each)) for each in shapes)}"
             raise DamagedCheckpoint(what, where=where)
         if specs[name].dtype not in dtypes:
-            kinds = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            kinds = " or ".join(each for each in dtypes)
             raise DamagedCheckpoint(f"{name} is {specs[name].stored_dtype}, not {kinds}", where=where)
 
 

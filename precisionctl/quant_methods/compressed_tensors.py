@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, INT4, Packing
 from precisionctl.quant_methods.base import (
@@ -34,20 +33,20 @@ from precisionctl.quant_methods.base import (
 
 _NVFP4 = CodeFormat(
     (1, 16),
-    Packing("NVFP4", E2M1, torch.uint8, "_packed"),
-    (torch.float8_e4m3fn,),
+    Packing("NVFP4", E2M1, DType.uint8, "_packed"),
+    (DType.float8_e4m3fn,),
     global_scale="weight_global_scale",
     divides=True,
     input="input_global_scale",
 )
-_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.uint8, "_packed"), EXPONENTS)
-_INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, torch.int32, "_packed"), FLOATS, shape="weight_shape")
+_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8, "_packed"), EXPONENTS)
+_INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, DType.int32, "_packed"), FLOATS, shape="weight_shape")
 
 _FORMATS: Mapping[str, CodeFormat] = {
     "nvfp4": _NVFP4,
     "nvfp4a16": _NVFP4,
     "mxfp4": _MXFP4,
-    "w4a16": replace(_INT4, block=BLOCKS["w4a16"], scales=(torch.bfloat16,)),
+    "w4a16": replace(_INT4, block=BLOCKS["w4a16"], scales=(DType.bfloat16,)),
 }
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import (
@@ -28,7 +27,7 @@ from precisionctl.quant_methods.base import (
     in_fp8,
 )
 
-_FP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.int8), EXPONENTS)
+_FP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.int8), EXPONENTS)
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:

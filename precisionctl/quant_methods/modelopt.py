@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import (
@@ -72,12 +71,12 @@ def files(config: Mapping[str, Any]) -> dict[str, bytes]:
 
 _NVFP4 = CodeFormat(
     (1, 16),
-    Packing("NVFP4", E2M1, torch.uint8),
-    (torch.float8_e4m3fn,),
+    Packing("NVFP4", E2M1, DType.uint8),
+    (DType.float8_e4m3fn,),
     global_scale="weight_scale_2",
     input="input_scale",
 )
-_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.uint8), EXPONENTS)
+_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8), EXPONENTS)
 
 _READ: Mapping[str, Quantization] = {
     "FP8": in_fp8([TENSOR], True),

@@ -7,13 +7,12 @@ not written.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from precisionctl.dtypes import DType
 from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod
 
-BLOCKS_OF_16 = Packing("MXFP4", E2M1, torch.uint8, block=16)
-_MXFP4 = CodeFormat((1, 32), BLOCKS_OF_16, (torch.uint8,))
+BLOCKS_OF_16 = Packing("MXFP4", E2M1, DType.uint8, block=16)
+_MXFP4 = CodeFormat((1, 32), BLOCKS_OF_16, (DType.uint8,))
 
 
 def read(config: Mapping[str, Any]) -> Quantization:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Role, RoleState
 from precisionctl.readiness.thresholds import TREND_ROWS
@@ -51,7 +52,7 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
     found = [one for one in each if one is not None]
     if not found:
         return _from_scales(state, role, recipe)
-    largest = FP8_MAX[recipe.dtype(role)]
+    largest = FP8_MAX[DType.of(recipe.dtype(role))]
     growths = [one.growth for one in found if one.growth is not None]
     return History(
         rows=max(one.rows for one in found),

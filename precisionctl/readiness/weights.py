@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Bytes, Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.fp8 import nibbles, numerics
@@ -37,7 +37,14 @@ SAMPLED = 8
 """Four bits take twice the time of all else that is measured, and a sum over an eighth of a weight is as telling."""
 
 
-class _Amax(Worker):
+class _Looking(Worker):
+    """Looks at what a job would write."""
+
+    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
+        self._put(name, row, torch.from_numpy(data).view(self._writer.specs[name].dtype.torch))
+
+
+class _Amax(_Looking):
     """Computes the amax of the tensor that a job would write."""
 
     def amax(self, job: Job) -> Tensor:
@@ -49,7 +56,7 @@ class _Amax(Worker):
         self._largest = torch.maximum(self._largest, numerics.amax(values))
 
 
-class _Measurer(Worker):
+class _Measurer(_Looking):
     """Measures the tensor that a job would write. Rows arrive in order, in pieces that depend on the format; they are
     regrouped into steps of fixed size, so that sums are the same to the last bit for every format."""
 

@@ -11,6 +11,7 @@ from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import is_stack
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -32,7 +33,7 @@ class LiveWeights:
         """Those of a transformers model."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
-            if is_stack(name, TensorSpec(tuple(tensor.shape), tensor.dtype)):
+            if is_stack(name, TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype))):
                 tensors |= {f"{name}[{expert}]": tensor[expert] for expert in range(len(tensor))}
             else:
                 tensors[name] = tensor
@@ -41,7 +42,7 @@ class LiveWeights:
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+        return {name: TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in self.tensors.items()}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [Chunk(whole(self.specs[name]), self.tensors[name])]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from precisionctl.checkpoints.output import Output, disk_problems, write_then_rename
 from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 
 _LEFT = re.compile(r"\d+ of \d+\.safetensors|.+\.new")
 """Files that a run may have left: parts, and what was being written."""
@@ -74,7 +74,8 @@ def key_of(module: str, expert: int | None) -> str:
 
 def merged(parts: Iterable[Fp8States]) -> Fp8States:
     """One state of those of all processes: where several recorded a tensor, or a part of it, the largest amax of each
-    row. Experts, `module[expert]` in a part, become their module's."""
+    row. Experts, `module[expert]` in a part, become their module's, each at its number: those that nobody recorded are
+    there as such."""
     parts = list(parts)
     by_key: dict[str, list[Fp8State]] = {}
     for part in parts:
@@ -89,7 +90,9 @@ def merged(parts: Iterable[Fp8States]) -> Fp8States:
         else:
             modules[key] = state
     for module, numbered in experts.items():
-        modules[module] = Fp8State.of_experts([numbered[number] for number in sorted(numbered)])
+        roles = next(iter(numbered.values())).roles
+        never = Fp8State({role: RoleState.fresh(parts[0].recipe.amax_history_len) for role in roles})
+        modules[module] = Fp8State.of_experts([numbered.get(number, never) for number in range(max(numbered) + 1)])
     digest = next((part.of_weights for part in parts if part.of_weights), None)
     return replace(parts[0], modules=modules, of_weights=digest)
 

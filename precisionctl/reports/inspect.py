@@ -1,13 +1,14 @@
 """What a checkpoint is: container, layout, architecture, sizes, precision, and the health of its FP8 state."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
@@ -27,6 +28,9 @@ from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, 
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table, size
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Description = Mapping[str, Any]
 """What `--json` prints. Numbers are numbers: bytes, counts, steps; dtypes are PyTorch's names."""

@@ -24,7 +24,7 @@ def beginning(started: Started) -> list[str]:
     taken = "weights only" if "optimizer" in started.skipped else "weights and optimizer"
     lines = [
         f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
-        f"{'continued' if started.going_on else taken}, {started.backend} backend"
+        f"{'continued' if started.going_on else taken}, {computed(started)}"
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
@@ -39,8 +39,7 @@ def dry_run(dry: DryRun) -> list[str]:
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
     rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"
     lines = [
-        f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {how}, "
-        f"{plan.backend} backend{several}",
+        f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {how}, {computed(plan)}{several}",
         f"Model: {ahead.parameters:,} parameters",
         f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
         f"Memory of each rank: about {size(ahead.memory.total)}, and {size(ahead.free)} are free",
@@ -67,6 +66,13 @@ def precision(started: Started | RunPlan) -> str:
     """A run's precision as the title of a panel: `FP8, delayed scaling` or `BF16`."""
     chosen = started.recipe.precision
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
+
+
+def computed(run: Started | RunPlan) -> str:
+    """What computes a run's GEMMs."""
+    if run.backend == "te":
+        return "computed by Transformer Engine"
+    return "FP8 emulated in PyTorch" if run.recipe.precision.fp8 else "computed by PyTorch"
 
 
 def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:

@@ -8,6 +8,7 @@ from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
 from precisionctl.verify.code_comparison import CodesComparison
 from precisionctl.verify.compare import Comparison, Status, TensorComparison
+from precisionctl.verify.engine_rules import NO_CODES
 
 SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""
@@ -111,5 +112,7 @@ def rules(findings: Sequence[Finding], title: str) -> list[Table]:
     """The rules of an engine of that name that a directory breaks."""
     if not findings:
         return [Table(title, ("",), [("every rule is kept",)])]
+    if [finding.rule for finding in findings] == [NO_CODES]:
+        return [Table(title, ("",), [(findings[0].what,), (f"{NO_CODES.text}.",)])]
     rows = [(f.where, f.what, f.rule.text, "no" if f.rule.fatal else "yes", f.rule.source) for f in findings]
     return [Table(title, ("where", "what", "rule", "loads", "source"), rows)]

@@ -175,7 +175,7 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
         if run.world.first:
             log = stack.enter_context(closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))))
             rolled_back = (rollback.words,) if rollback else ()
-            notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
+            notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *fp8.notes)
             on_start(
                 Started(
                     setup.recipe,

@@ -25,6 +25,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
@@ -65,7 +66,7 @@ class RunPlan:
             if self.settings.collect_amax:
                 how = "goes on with what is collected"
             yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in self.skipped else how}"
-        yield from loading.balance_notes(self.model, self.balance)
+        yield from balance_notes(self.model, self.balance)
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
         """The identity of this run (`run_folder.identity`) with data of this fingerprint."""
@@ -113,7 +114,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(recipe.precision.of_layers(plan.model.num_layers), fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
-    balance = loading.balance_of(source, recipe.router)
+    balance = balance_of(source, recipe.router)
     made = RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
     engine.check(made, ranks)
     return made

@@ -4,16 +4,21 @@ An archive is a ZIP file of uncompressed entries: `data.pkl` pickles the object 
 `data/<name>`. Large archives in files are read by `checkpoints/torch_zip.py`.
 """
 
+from __future__ import annotations
+
 import io
 import zipfile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.errors import damage, shown
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.safe_pickle import finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = b"PK\3\4"
 WHAT = "not what torch.save writes"
@@ -37,18 +42,18 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
                 left -= entry.file_size
                 if left < 0:
                     raise ValueError("its storages overlap")
-                storages[key] = elements(archive.read(entry), dtype)
+                storages[key] = elements(archive.read(entry), dtype.torch)
             return storages[key]
 
         pickled = archive.read(stored(archive, f"{root}/data.pkl"))
         return finite(safe_pickle.loads(pickled, allowed, where, storage))
 
 
-def reference_of(identifier: Any) -> tuple[torch.dtype, str]:
+def reference_of(identifier: Any) -> tuple[DType, str]:
     """dtype and name of a storage from its persistent id, ("storage", dtype, name, device, elements). Raises ValueError
     for anything else."""
     _, dtype, name, *_ = identifier
-    if not isinstance(dtype, torch.dtype) or type(name) is not str:
+    if not isinstance(dtype, DType) or type(name) is not str:
         raise ValueError(f"{shown(identifier)} as a storage")
     return dtype, name
 

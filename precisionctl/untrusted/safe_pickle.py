@@ -6,17 +6,20 @@ print their arguments: two bytes make a tuple that contains the same tuple twice
 2**50 steps to walk.
 """
 
+from __future__ import annotations
+
 import argparse
 import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-import torch
-from torch import Tensor
-
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as in the pickle -> the object to use for it."""
@@ -46,19 +49,22 @@ def load(file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent
         raise DamagedCheckpoint(f"a pickle does not load: {type(error).__name__}: {error}", where=where) from error
 
 
-STORAGES: Mapping[tuple[str, str], torch.dtype] = {
-    ("torch", "BFloat16Storage"): torch.bfloat16,
-    ("torch", "BoolStorage"): torch.bool,
-    ("torch", "ByteStorage"): torch.uint8,
-    ("torch", "CharStorage"): torch.int8,
-    ("torch", "DoubleStorage"): torch.float64,
-    ("torch", "FloatStorage"): torch.float32,
-    ("torch", "HalfStorage"): torch.float16,
-    ("torch", "IntStorage"): torch.int32,
-    ("torch", "LongStorage"): torch.int64,
-    ("torch", "ShortStorage"): torch.int16,
+STORAGES: Mapping[tuple[str, str], DType] = {
+    ("torch", "BFloat16Storage"): DType.bfloat16,
+    ("torch", "BoolStorage"): DType.bool,
+    ("torch", "ByteStorage"): DType.uint8,
+    ("torch", "CharStorage"): DType.int8,
+    ("torch", "DoubleStorage"): DType.float64,
+    ("torch", "FloatStorage"): DType.float32,
+    ("torch", "HalfStorage"): DType.float16,
+    ("torch", "IntStorage"): DType.int32,
+    ("torch", "LongStorage"): DType.int64,
+    ("torch", "ShortStorage"): DType.int16,
 }
 """PyTorch's storage classes, for an allow-list; each is replaced by the dtype of its elements."""
+
+DTYPES: Mapping[tuple[str, str], DType] = {("torch", dtype): dtype for dtype in DType}
+"""PyTorch's dtypes, for an allow-list."""
 
 
 def itself(value: Any) -> Any:
@@ -237,7 +243,7 @@ class _AllowListUnpickler(pickle._Unpickler):
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if callable(changed):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
-        if isinstance(changed, Tensor):  # its state could resize its storage
+        if hasattr(type(changed), "untyped_storage"):  # a tensor, whose state could resize its storage
             raise UnsafePickle("a pickle changes a tensor", where=self._where)
         state = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(

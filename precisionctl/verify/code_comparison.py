@@ -1,15 +1,19 @@
 """codes: what has become of FP8 codes, weight by weight, between two checkpoints; or of one on its way through BF16."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
     signal = noise = 0.0
     for row, rows in a.tensors.pieces(name):
         left, how_left = a.read(name, row, rows)
-        right, how_right = b.read(name, row, rows) if b else (StoredRows(left.values.bfloat16(), None), None)
+        right, how_right = b.read(name, row, rows) if b else (StoredRows.of(left.values.bfloat16()), None)
         one, other = how_left or how_right, how_right or how_left
         assert one is not None and other is not None, "one of them is codes"
         before, after = _codes(left, one), _codes(right, other)

@@ -4,13 +4,15 @@ They meet under their Hugging Face names, where the padding of a vocabulary is n
 memory does not grow with the model.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
@@ -24,6 +26,9 @@ from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
 
@@ -213,14 +218,14 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
         differing += _differing(decoded, values.values)
         losses.see(row, codes.stored, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
-        row += len(values.stored)
+        row += len(values.data)
     sqnr = _decibels(signal if coded is a else losses.total.power, losses.total.error)
     return losses, (sqnr, losses.largest_error, differing)
 
 
 def _verdict(a: StoredRows, b: StoredRows) -> Status:
-    if a.encoding is None and b.encoding is None and a.stored.dtype == b.stored.dtype:
-        return "exact" if _same_bits(a.stored, b.stored) else "differs"
+    if a.encoding is None and b.encoding is None and a.dtype == b.dtype:
+        return "exact" if np.array_equal(a.data, b.data) else "differs"
     left, right = a.values, b.values
     one, other = left.view(torch.int32), right.view(torch.int32)  # zeros of two signs are two values, as above
     if torch.equal(one, other):

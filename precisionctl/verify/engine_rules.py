@@ -10,7 +10,10 @@ from precisionctl.errors import UnknownFormat
 from precisionctl.quant_methods.base import recognise
 
 NO_CODES = EngineRule(
-    "nothing but config.json was checked; export-inference writes FP8 weights", "precisionctl verify", fatal=False
+    "values need no quantization, and engines take them as they are: of the rules only those of config.json were "
+    "checked. `precisionctl export-inference` makes FP8 or four bits of them",
+    "precisionctl verify",
+    fatal=False,
 )
 """What a directory without codes breaks: the engine serves it as it is, and `verify` was asked of an export."""
 
@@ -49,5 +52,6 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
     if not reader.encodings:
-        found.append(Finding("the directory", "no weight is codes", NO_CODES))
+        dtypes = sorted({spec.stored_dtype for spec in reader.specs.values() if len(spec.shape) > 1})
+        found.append(Finding("the directory", f"no weight is codes: all are {' or '.join(dtypes)}", NO_CODES))
     return found

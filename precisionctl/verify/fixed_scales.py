@@ -3,13 +3,15 @@
 All are scale_inv. One that is rounded up to BF16, as some exports are, is the same.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -23,6 +25,9 @@ from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import CACHE_SCALES, CODES
 from precisionctl.verify.configs import Found
 from precisionctl.verify.not_compared import NotCompared
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TWO_ROUNDINGS = 2.0**-22
 """Relative error of an amax that was stored as a global scale, of which one is a divisor, and computed back from it."""

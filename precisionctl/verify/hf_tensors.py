@@ -1,17 +1,24 @@
 """A checkpoint's tensors by Hugging Face name, whatever its layout: read in pieces, as stored and as values."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor
+from precisionctl.checkpoints.base import Bytes, Reader, bytes_of, in_pieces, read_bytes, read_tensor
+from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PIECE = 1 << 20
 """Elements to read at a time."""
@@ -19,10 +26,22 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a tensor as they are stored, `[n, width]`. Where they are codes, `encoding` is that of these rows."""
+    """Rows of a tensor as they are stored: bytes, `[n, width * itemsize]`, and their dtype. Where they are codes,
+    `encoding` is that of these rows."""
 
-    stored: Tensor
+    data: Bytes
+    dtype: DType
     encoding: Encoding | None
+
+    @staticmethod
+    def of(values: Tensor) -> StoredRows:
+        """Values `[n, columns]` as they would be stored in their dtype."""
+        return StoredRows(bytes_of(values), DType.of(values.dtype), None)
+
+    @property
+    def stored(self) -> Tensor:
+        """The rows as a tensor, `[n, width]`."""
+        return torch.from_numpy(self.data).view(self.dtype.torch)
 
     @property
     def values(self) -> Tensor:
@@ -33,7 +52,7 @@ class StoredRows:
         """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
         if self.encoding is None:
             return False
-        return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), self.stored.view(torch.uint8))
+        return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), torch.from_numpy(self.data))
 
 
 class HfTensors:
@@ -46,7 +65,7 @@ class HfTensors:
     def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
         plan = make_plan(reader, "hf", respelled=True) if plan is None else plan
         self.reader, self.plan = reader, plan
-        self._kept = "", torch.empty(0)
+        self._kept: tuple[str, Tensor] | None = None
         self.specs: dict[str, TensorSpec] = dict(plan.targets)
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
         self._computed: dict[str, Job] = {}
@@ -122,15 +141,15 @@ class HfTensors:
         name = self._of.get(name, name)
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
-            return StoredRows(values[row : row + rows], None)
+            return StoredRows.of(values[row : row + rows])
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
-        return StoredRows(_joined([part.stored for part in parts]), encoding)
+        return StoredRows(_joined([part.data for part in parts]), parts[0].dtype, encoding)
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
-        if self._kept[0] != name:
+        if self._kept is None or self._kept[0] != name:
             job = self._computed[name]
             made = self.plan.compute(job, [self._whole(read) for read in job.reads])
             self._kept = name, made[job.writes.index(name)]
@@ -148,19 +167,13 @@ class HfTensors:
             return None
         if segment.read is None:
             spec = self.specs[segment.write]
-            return StoredRows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
+            return StoredRows(np.zeros((count, spec.columns * spec.dtype.itemsize), np.uint8), spec.dtype, None)
         start = segment.read_row + first - segment.write_row
-        stored = read_rows(self.reader, segment.read, start, count)
+        stored, dtype = read_bytes(self.reader, segment.read, start, count), self.reader.specs[segment.read].dtype
         encoding = self.reader.encodings.get(segment.read)
-        if encoding is None:
-            return StoredRows(stored, None)
-        return StoredRows(stored, encoding.of_rows(start, count))
+        return StoredRows(stored, dtype, None if encoding is None else encoding.of_rows(start, count))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Rows one after the other, FP8 codes too, which torch does not join."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].element_size() > 1:
-        return torch.cat(parts)
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+def _joined(parts: list[Bytes]) -> Bytes:
+    """Rows one after the other."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -6,14 +6,20 @@ every scale that an amax gives, noise is at most 1/256 + n * 2^-20 / 224^2 of th
 20 dB for n up to a hundred million, whatever the values and however far their outliers.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from precisionctl.dtypes import DType
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOWEST_DB = 10.0
 """Below it codes are no encoding of the values: a tenth of the signal is noise. Honest scales that several tensors
@@ -115,7 +121,7 @@ class Losses:
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
-    largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
+    largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
 

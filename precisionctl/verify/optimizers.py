@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
+from precisionctl.checkpoints.base import Reader, in_pieces, read_bytes
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -24,7 +24,7 @@ class OptimizerTensors:
         self.specs = {name: _without_padding(name, spec, reader) for name, spec in self._stored.specs.items()}
 
     def dtype(self, name: str) -> str:
-        return str(self.specs[name].dtype).removeprefix("torch.")
+        return self.specs[name].dtype
 
     def nbytes(self, name: str) -> int:
         return self._stored.specs[name].nbytes if name in self.specs else 0
@@ -34,7 +34,7 @@ class OptimizerTensors:
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
     def read(self, name: str, row: int, rows: int) -> StoredRows:
-        return StoredRows(read_rows(self._stored, name, row, rows), None)
+        return StoredRows(read_bytes(self._stored, name, row, rows), self.specs[name].dtype, None)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
+from precisionctl.dtypes import DType
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import numerics, sidecar
@@ -107,4 +108,4 @@ def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Rea
     spec, amax = reader.specs[name], torch.zeros(())
     for row, rows in in_pieces(0, spec.rows, spec.columns, PIECE):
         amax = torch.maximum(amax, numerics.amax(read_rows(reader, name, row, rows)))
-    return float(amax * one / numerics.FP8_MAX[states.recipe.dtype("weight")])
+    return float(amax * one / numerics.FP8_MAX[DType.of(states.recipe.dtype("weight"))])

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.model_shape import ModelShape
@@ -47,7 +48,7 @@ def nothing_runs(tmp_path, monkeypatch):
 def directory(tmp_path):
     """A sound one, of one tensor in two files."""
     made = tmp_path / "release"
-    writer = TorchDistWriter(made, MODEL, {NAME: TensorSpec((16, 8), torch.float32, ROWS)}, parallelism=Parallelism(2))
+    writer = TorchDistWriter(made, MODEL, {NAME: TensorSpec((16, 8), DType.float32, ROWS)}, parallelism=Parallelism(2))
     writer.lay_out()
     write_rows(writer, NAME, 0, WHOLE)
     writer.finish(None)
@@ -109,7 +110,7 @@ def test_metadata_that_contradicts_the_files_is_refused(directory, lie):
 def test_a_tensor_that_claims_to_be_huge_allocates_nothing(directory):
     layers = 1 << 40
     piece = DcpPiece((0, 0), (layers, 1), Span(directory / "__0_0.distcp", 0, 100))
-    huge = DcpTensor((layers, 1), torch.float32, (piece,))
+    huge = DcpTensor((layers, 1), DType.float32, (piece,))
     dcp.write_index(directory, Index({"decoder.layers.x": huge}, {}))
     tracemalloc.start()
     with pytest.raises(DamagedCheckpoint):
@@ -319,10 +320,10 @@ def test_a_megabyte_cannot_be_a_billion_tensors_or_parts_of_them(tmp_path):
     many = 1 << 20
     span = Span(tmp_path / "__0_0.distcp", 0, many)
     column = [DcpPiece((0, i), (many, 1), span) for i in range(1000)]
-    whole = DcpTensor((many,), torch.uint8, (DcpPiece((0,), (many,), span),))
+    whole = DcpTensor((many,), DType.uint8, (DcpPiece((0,), (many,), span),))
     for tensors in (
         {f"decoder.layers.x{i}": whole for i in range(20)},
-        {"decoder.layers.x": DcpTensor((many, 1000), torch.uint8, tuple(column))},
+        {"decoder.layers.x": DcpTensor((many, 1000), DType.uint8, tuple(column))},
     ):
         tracemalloc.start()
         with pytest.raises(DamagedCheckpoint, match="tensors and parts of tensors"):
@@ -336,8 +337,8 @@ def test_a_tensor_in_thousands_of_columns_is_checked_in_no_time(tmp_path):
     span = Span(tmp_path / "__0_0.distcp", 0, count)
     pieces = [DcpPiece((0, i), (1, 1), span) for i in range(count)]
     began = time.process_time()
-    assert TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), torch.uint8, tuple(pieces))})).specs
+    assert TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), DType.uint8, tuple(pieces))})).specs
     pieces[-2:] = [DcpPiece((0, count - 3), (1, 2), span)]
     with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
-        TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), torch.uint8, tuple(pieces))}))
+        TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), DType.uint8, tuple(pieces))}))
     assert time.process_time() - began < 10  # 2 x 10^7 comparisons would take longer

@@ -14,6 +14,7 @@ import torch
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_zip_writer import Blank, lay_out
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
 
 WEIGHTS = {"a.weight": torch.ones(5, 3), "b.weight": torch.ones(7)}
@@ -113,7 +114,7 @@ def test_experts_that_nobody_has_are_counted_before_they_are_made(tmp_path: Path
     name, shape = "model.layers.0.mlp.experts.down_proj", (experts, 1)
     model = {"module": {}, "param_shapes": [{name: shape}]}
     torch.save(model, directory / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    flat = Blank(torch.float32, (experts,))
+    flat = Blank(DType.float32, (experts,))
     state = {"zero_stage": 3, "fp32_flat_groups": [flat], "optimizer_state_dict": {"state": {0: {}}}}
     archive = lay_out({"optimizer_state_dict": state})
     with open(directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "wb") as file:

@@ -37,6 +37,7 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints.torch_zip import Span
     from precisionctl.checkpoints.trainer_run import TrainerRun
     from precisionctl.checkpoints.verl import VerlReader
+    from precisionctl.dtypes import DType
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
@@ -135,8 +136,8 @@ def index_seeds() -> Iterator[bytes]:
         rest = Span(Path(folder) / "__0_0.distcp", 64, 64)
         halves = (dcp.DcpPiece((0, 0), (2, 4), whole), dcp.DcpPiece((2, 0), (2, 4), rest))
         tensors = {
-            "a": dcp.DcpTensor((4, 4), torch.float32, halves),
-            "b": dcp.DcpTensor((3,), torch.bfloat16, (dcp.DcpPiece((0,), (3,), rest),)),
+            "a": dcp.DcpTensor((4, 4), DType.float32, halves),
+            "b": dcp.DcpTensor((3,), DType.bfloat16, (dcp.DcpPiece((0,), (3,), rest),)),
         }
         for index in (dcp.Index(tensors, {"c": rest}), dcp.Index({"b": tensors["b"]}, {}), dcp.Index({}, {"c": whole})):
             dcp.write_index(Path(folder), index)
@@ -211,7 +212,7 @@ def with_pickle(saved: bytes, pickled: bytes) -> bytes:
 
 def little_dcp(directory: Path) -> Path:
     """A checkpoint of two weights with their moments; its `.metadata`."""
-    specs = {"a.weight": TensorSpec((4, 3), torch.float32), "b.experts.down_proj[0]": TensorSpec((2, 2), torch.float32)}
+    specs = {"a.weight": TensorSpec((4, 3), DType.float32), "b.experts.down_proj[0]": TensorSpec((2, 2), DType.float32)}
     kinds = ("exp_avg", "exp_avg_sq")
     specs |= {f"optimizer.state.{kind}.{name}": spec for kind in kinds for name, spec in specs.items()}
     writer = DcpWriter(directory, specs, Companions(), {}, TrainerRun(3))
@@ -251,8 +252,8 @@ class Numbered:
 
     def __call__(self, data: bytes) -> None:
         self.path.write_bytes(with_pickle(self.saved, data))
-        shapes = {"model.embed_tokens.weight": TensorSpec((4, 3), torch.float32)}
-        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), torch.float32)})
+        shapes = {"model.embed_tokens.weight": TensorSpec((4, 3), DType.float32)}
+        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), DType.float32)})
         _ = [optimizer.chunks(name) for name in optimizer.specs], optimizer.run
 
 
@@ -310,7 +311,7 @@ class Safetensors:
 
 def safetensors_seeds() -> Iterator[bytes]:
     several = {str(dtype): TensorSpec((2, 3), dtype) for dtype in safetensors_file.DTYPES.values()}
-    for specs in (several, {"a": TensorSpec((2,), torch.float32)}, {"b": TensorSpec((), torch.uint8)}, {}):
+    for specs in (several, {"a": TensorSpec((2,), DType.float32)}, {"b": TensorSpec((), DType.uint8)}, {}):
         header, _ = safetensors_file.make_header(specs)
         yield header + bytes(sum(spec.nbytes for spec in specs.values()))
 

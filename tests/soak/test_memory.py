@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 
 LIMIT_MB = 512
@@ -65,9 +65,9 @@ def make(directory: Path, sizes: dict[str, int | bool]) -> None:
         block |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}
         norms = {f"{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in (block | norms).items()}
-    specs = {f"model.{name}.weight": TensorSpec(shape, torch.bfloat16) for name, shape in shapes.items()}
+    specs = {f"model.{name}.weight": TensorSpec(shape, DType.bfloat16) for name, shape in shapes.items()}
     if not sizes.get("tie_word_embeddings"):
-        specs["lm_head.weight"] = TensorSpec((vocabulary, hidden), torch.bfloat16)
+        specs["lm_head.weight"] = TensorSpec((vocabulary, hidden), DType.bfloat16)
     directory.mkdir()
     writer = HuggingFaceWriter(directory, specs, Companions(), config)
     writer.lay_out()

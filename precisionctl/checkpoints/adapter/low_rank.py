@@ -4,15 +4,20 @@ A matrix is computed in runs of rows that begin at fixed numbers, whichever rows
 depend on how a conversion cuts it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROOM = 1 << 18
 """Elements that are computed at a time, in FP32: 1 MiB."""
@@ -78,7 +83,7 @@ class Merged:
 
     def rows(self, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` as `[rows, columns]`."""
-        made = torch.empty(rows, self.spec.columns, dtype=self.spec.dtype)
+        made = torch.empty(rows, self.spec.columns, dtype=self.spec.dtype.torch)
         step = max(1, _ROOM // self.spec.columns)
         for first in range(row // step * step, row + rows, step):
             run = self._values(first, min(step, self.spec.rows - first))

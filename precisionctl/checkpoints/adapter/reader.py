@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import count, permutations, takewhile
 from pathlib import Path
 
-import torch
-
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
@@ -22,6 +20,7 @@ from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -35,7 +34,7 @@ _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
 """The levels of nesting at the end of a name. What begins inside of them is not tried: names may have thousands."""
 _EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """The matrices of one expert that transformers joins in a parameter of all of them, one below the other."""
-_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_VALUES = (DType.float32, DType.bfloat16, DType.float16)
 _LARGEST_RANK = 4096
 
 
@@ -120,7 +119,7 @@ class AdapterReader:
             return mine
         if mine and mine.shape != before.shape:
             raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
-        return TensorSpec(before.shape, torch.bfloat16) if name in self.base.encodings else before
+        return TensorSpec(before.shape, DType.bfloat16) if name in self.base.encodings else before
 
     def _read_names(self) -> None:
         """Find out what each tensor of the adapter is for."""

@@ -3,6 +3,8 @@
 What the real one takes from where was read in 0.19.8 (runtime/base_optimizer.py, runtime/zero/stage3.py, engine.py).
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ from precisionctl.checkpoints.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.trainer_run import TrainerRun
+from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -128,6 +131,6 @@ class DeepSpeedWriter:
 
 
 @functools.cache
-def _archive(dtype: torch.dtype, shape: tuple[int, ...]) -> torch_zip_writer.Archive:
+def _archive(dtype: DType, shape: tuple[int, ...]) -> torch_zip_writer.Archive:
     """The file of a tensor of this dtype and shape."""
     return torch_zip_writer.lay_out({"param": torch_zip_writer.Blank(dtype, shape), "cat_dim": 0})

@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints.deepspeed.states import (
     SAVE_IT_WHOLE,
     WHAT,
@@ -39,11 +37,12 @@ from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_run import number, other_counts
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 
 _PARAM = "param"
-_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_VALUES = (DType.float32, DType.bfloat16, DType.float16)
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -121,9 +120,9 @@ class _RankStates:
                 if any(one.dtype not in _VALUES or one.dtype != parts[0].dtype for one in parts):
                     raise ValueError(f"{kind} of dtypes that no optimizer has, or of several")
 
-    def dtype(self, kind: str) -> torch.dtype:
+    def dtype(self, kind: str) -> DType:
         """That of all groups."""
-        return self._flat[kind][0].dtype if self._flat[kind] else torch.float32
+        return self._flat[kind][0].dtype if self._flat[kind] else DType.float32
 
     def flat(self, kind: str) -> list[LocatedTensor]:
         """The flat tensors of a kind, by group."""

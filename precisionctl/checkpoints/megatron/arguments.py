@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
+from precisionctl.dtypes import DType
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -27,8 +26,8 @@ def saved_args(
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
     of_this_checkpoint = {
         "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
+        "bf16": dtype == DType.bfloat16,
+        "fp16": dtype == DType.float16,
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
         "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,

@@ -3,16 +3,17 @@
 That is arguments, counters, schedule, the optimizer's settings by parameter group, and random generator states.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
@@ -24,6 +25,9 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import STATE, Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
+
+if TYPE_CHECKING:
+    pass
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -218,13 +222,10 @@ def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
     return {0: dense, 1: experts}
 
 
-_SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
-
-
 def _is_plain(value: object) -> bool:
     """Whether a value can be written again as it was read: nothing in it is a placeholder for an object whose class is
     not on the allow-list."""
     try:
-        return all(isinstance(part, _SCALARS) for part in parts(finite(value)))
+        return all(isinstance(part, str | bytes | int | float | torch.Tensor | None) for part in parts(finite(value)))
     except ValueError:  # YAML can hold what archives may not
         return False

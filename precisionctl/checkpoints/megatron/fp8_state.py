@@ -3,13 +3,14 @@
 Experts have a payload each; their states become one `Fp8State` of `[experts]`. `fp8_state_writer.py` is the inverse.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
@@ -19,6 +20,9 @@ from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import ColumnOrder, Directions
 from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import BY_TE, CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CORE_ATTENTION = ".core_attention"
 StateKey = TypeVar("StateKey")
@@ -84,10 +88,11 @@ class _Decoding:
                 self._add(one)
         for one in postponed:
             self._add(one)
-        for parts, join in ((self._by_rank, torch.cat), (self._by_expert, torch.stack)):
-            for module, numbered in parts.items():
-                self._check_numbers(module, numbered)
-                self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
+        parts = [(module, numbered, torch.cat) for module, numbered in self._by_rank.items()]
+        parts += [(module, numbered, torch.stack) for module, numbered in self._by_expert.items()]
+        for module, numbered, join in parts:
+            self._check_numbers(module, numbered)
+            self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
             # Payloads that Megatron cut out of the one that a rank has for all its experts
             self._check_numbers(module, payloads)

@@ -1,12 +1,14 @@
 """FP8 state as Megatron's `_extra_state` objects: the inverse of `megatron/fp8_state.py`."""
 
+from __future__ import annotations
+
 import io
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.fp8 import grouped
@@ -14,7 +16,10 @@ from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_co
 from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
 from precisionctl.untrusted import safe_archive
 
-Object = Tensor | io.BytesIO
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Object: TypeAlias = "Tensor | io.BytesIO"
 """A payload in the types that TE has used for it: a uint8 tensor `[bytes]`, or a file."""
 
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")

@@ -1,11 +1,13 @@
 """Names in Megatron's checkpoints: directories of iterations, keys of stacked layers and experts, sharded objects."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.output import replace_file
@@ -152,7 +154,7 @@ def _tracked(path: Path, advice: str) -> int | None:
             tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
             state = torch_zip.load(read_file(tracker, path), tracker)
             step = state.get("step") if isinstance(state, dict) else None
-            if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
+            if not isinstance(step, torch.Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
                 raise DamagedCheckpoint("it names no step", where=tracker)
             return int(step)
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)

@@ -3,12 +3,13 @@
 Experts have one each, named as their tensors are: `….mlp.experts.linear_fc1._extra_state5`.
 """
 
+from __future__ import annotations
+
 import io
 import re
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -53,7 +54,7 @@ def bytes_of(value: Any, where: str) -> bytes:
     else."""
     if isinstance(value, io.BytesIO):
         return value.getvalue()
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return value.reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict | list) and _plain(value):
         return torch_zip_writer.dump(value)
@@ -67,4 +68,4 @@ def _plain(value: Any, depth: int = 8) -> bool:
     if isinstance(value, dict | list | tuple):
         items = [*value, *value.values()] if isinstance(value, dict) else value
         return depth > 0 and all(_plain(item, depth - 1) for item in items)
-    return value is None or isinstance(value, Tensor | bool | int | float | str)
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)

@@ -111,8 +111,8 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         "bias_activation_fusion": bool(args.get("bias_gelu_fusion", False)),
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
         "should_pad_vocab": True,
-        "params_dtype": _call(str(args["params_dtype"])),
-        "pipeline_dtype": _call(str(args["params_dtype"])),
+        "params_dtype": _call(f"torch.{args['params_dtype']}"),
+        "pipeline_dtype": _call(f"torch.{args['params_dtype']}"),
     }
 
 

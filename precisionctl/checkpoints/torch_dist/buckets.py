@@ -13,13 +13,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
+from precisionctl.dtypes import DType
 from precisionctl.param import KINDS, STATE, TensorSpec
 
 _KEY = re.compile(
@@ -199,7 +198,7 @@ class _Unpacking:
 
     def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
         """Those of the names that this optimizer has, one list for each dtype, as each dtype has its own buffer."""
-        groups: dict[torch.dtype, list[str]] = {}
+        groups: dict[DType, list[str]] = {}
         for name in names:
             if not self._apart or (expert_of(name) is not None) == (optimizer == 1):
                 groups.setdefault(self._model[name].spec.dtype, []).append(name)

@@ -4,6 +4,8 @@ A distributed optimizer's buckets carry no names (`torch_dist/buckets.py`). If o
 another, its rounded master weight would differ from the stored weight.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

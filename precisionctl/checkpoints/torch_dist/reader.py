@@ -185,10 +185,7 @@ class TorchDistReader(MegatronDirectory):
         if key not in self._index.objects:
             raise DamagedCheckpoint(f"no object {key}", where=self.path)
         span = self._index.objects[key]
-        value = torch_zip.load(span.read(), span)
-        if not isinstance(value, list) or len(value) != 1:  # Megatron wraps each in a list
-            raise DamagedCheckpoint(f"{key} is not a list of one object", where=span)
-        return value[0]
+        return _only(torch_zip.load(span.read(), span), key, span)
 
     @property
     def unread_optimizer(self) -> bool:
@@ -221,8 +218,23 @@ class TorchDistReader(MegatronDirectory):
         """Each `_extra_state` that is not empty."""
         for key in self._index.objects:
             name = object_name(key.removeprefix(self._prefix)) or ""
-            if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
+            if EXTRA_STATE in name and (data := self._payload(key)):
                 yield SavedPayload(name, data, str(self.path))
+
+    def _payload(self, key: str) -> bytes:
+        """An `_extra_state`. Most are a tensor, often an empty one, for whose bytes no PyTorch is needed."""
+        span = self._index.objects[key]
+        found = _only(torch_zip.located(span), key, span)
+        if isinstance(found, torch_zip.LocatedTensor):
+            return torch_zip.Span(span.path, found.offset, found.nbytes).read()
+        return bytes_of(self.read_object(key), key)
+
+
+def _only(value: Any, key: str, where: torch_zip.Span) -> Any:
+    """An object without the list that Megatron wraps each in."""
+    if not isinstance(value, list) or len(value) != 1:
+        raise DamagedCheckpoint(f"{key} is not a list of one object", where=where)
+    return value[0]
 
 
 CONTAINER = Container(

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
+from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import KINDS, STATE
 
@@ -53,7 +52,7 @@ def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None)
     all others (False)."""
     groups: list[dict[str, LocatedTensor]] = []
     for stage in stages:
-        by_dtype: dict[torch.dtype, dict[str, LocatedTensor]] = {}
+        by_dtype: dict[DType, dict[str, LocatedTensor]] = {}
         for name, tensor in stage.items():
             if experts in (None, expert_of(name) is not None):
                 by_dtype.setdefault(tensor.dtype, {})[name] = tensor

@@ -1,23 +1,29 @@
 """FP8 weights in a Megatron `torch` checkpoint: the scales of the ranks' shards joined to one encoding per weight."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from precisionctl.checkpoints.base import shard_boxes
 from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
 
-CODES = torch.float8_e4m3fn
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CODES = DType.float8_e4m3fn
 
 Fp8Weights = dict[tuple[Path, int], LocatedFp8Weight]
 """Shards of FP8 weights by file and the byte offset of their codes."""
@@ -31,9 +37,9 @@ def codes_of(weight: LocatedFp8Weight, path: Path, found: Fp8Weights) -> Located
     at most two dimensions, and codes that two weights share with different scales.
     """
     codes, scale = weight.codes, weight.scale_inv
-    if not isinstance(codes, LocatedTensor) or codes.dtype != torch.uint8 or len(codes.shape) != 2:
+    if not isinstance(codes, LocatedTensor) or codes.dtype != DType.uint8 or len(codes.shape) != 2:
         raise DamagedCheckpoint("an FP8 weight without codes that could be read", where=path)
-    of_scales = isinstance(scale, LocatedTensor) and scale.dtype in (torch.float32, torch.uint8)
+    of_scales = isinstance(scale, LocatedTensor) and scale.dtype in (DType.float32, DType.uint8)
     if not of_scales or len(scale.shape) > 2 or 0 in scale.shape:
         raise DamagedCheckpoint("an FP8 weight without scales that could be read", where=path)
     if found.setdefault((path, codes.offset), weight) != weight:

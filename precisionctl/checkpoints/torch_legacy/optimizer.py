@@ -6,6 +6,8 @@ order of the groups. Parameters are numbered group by group in the order of the 
 dict (`_get_param_groups`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,6 +5,8 @@ last two are left out where there is only one such rank, so `mp_rank_00_001` can
 decide.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import re

@@ -1,5 +1,7 @@
 """The ranks' shards put together to logical tensors: all must be there and fit together, and replicas must be equal."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ from precisionctl.checkpoints.base import Box, Chunk, read_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
 from precisionctl.checkpoints.torch_zip import LocatedTensor
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec
 
@@ -117,7 +120,7 @@ def _equal(a: Shard, b: Shard) -> bool:
     """Whether two shards of one shape hold the same bytes, a megabyte at a time."""
     rows = TensorSpec(a.tensor.shape, a.tensor.dtype).nbytes
     places = {str(i): Chunk(Box(0, rows, 0, 1), shard.rank.path, shard.tensor.offset) for i, shard in enumerate((a, b))}
-    both = _Both(dict.fromkeys(places, TensorSpec((rows,), torch.uint8)), places)
+    both = _Both(dict.fromkeys(places, TensorSpec((rows,), DType.uint8)), places)
     return all(
         torch.equal(*(read_rows(both, each, start, min(SMALL, rows - start)) for each in places))
         for start in range(0, rows, SMALL)

@@ -6,6 +6,8 @@ for the copy of tied embeddings on the last stage, all bytes are compared; for l
 expert rank) the first replica is read. `torch_legacy/writer.py` is the inverse.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

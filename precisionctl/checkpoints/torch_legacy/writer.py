@@ -5,6 +5,8 @@ each pipeline stage and experts in each rank, and the last stage has a copy of t
 parallel sizes can load the result.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 from bisect import bisect
@@ -48,17 +50,18 @@ _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)
 
 
-@dataclass
-class _Rank:
-    """A rank's file: the tensors of each of its pipeline stages and of its optimizer, by the rank's own names."""
+@dataclass(eq=False)
+class _TensorRanks:
+    """The ranks of one pipeline stage and expert rank, which differ in their tensor rank alone: the tensors of each of
+    their stages and of their optimizer, by the ranks' own names. Their shards have equal shapes, and so their files."""
 
-    tensor: int
     pipeline: int
     expert: int
-    path: Path
     stages: list[dict[str, Blank]]
     optimizer: dict[tuple[str, int, str], Blank] = field(default_factory=dict)
     """By kind, stage and parameter."""
+    paths: dict[int, Path] = field(default_factory=dict)
+    """The files, by tensor rank."""
 
 
 class LegacyWriter:
@@ -101,46 +104,46 @@ class LegacyWriter:
                 "use torch_dist.",
             )
         _check_optimizer(specs)
-        self._ranks = [
-            _Rank(
-                *place, directory / directory_name(*place, parallelism) / FILE, [{} for _ in range(parallelism.virtual)]
-            )
-            for place in places(parallelism)
-        ]
-        self._of_stage: dict[int, list[_Rank]] = {}
-        for rank in self._ranks:
-            self._of_stage.setdefault(rank.pipeline, []).append(rank)
+        of_place: dict[tuple[int, int], _TensorRanks] = {}
+        for tensor, stage, expert in places(parallelism):
+            new = _TensorRanks(stage, expert, [{} for _ in range(parallelism.virtual)])
+            path = directory / directory_name(tensor, stage, expert, parallelism) / FILE
+            of_place.setdefault((stage, expert), new).paths[tensor] = path
+        self._ranks = list(of_place.values())
+        self._of_stage: dict[int, list[_TensorRanks]] = {}
+        for ranks in self._ranks:
+            self._of_stage.setdefault(ranks.pipeline, []).append(ranks)
         self._chunks = self._placed()
 
     def _placed(self) -> dict[str, list[Chunk]]:
-        """Fill every rank's stages and optimizer with Blanks, and return the chunks of each logical tensor."""
-        held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
+        """Fill the ranks' stages and optimizers with Blanks, and return the chunks of each logical tensor."""
+        held: dict[_TensorRanks, list[tuple[str, Blank, list[list[Box]]]]] = {ranks: [] for ranks in self._ranks}
         for name, spec in self.specs.items():
             kind, parameter = _parameter(name)
             replicated = spec.parallel.kind == "replicated"
             shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(parameter, self._sizes))
-            for rank, stage, local in self._holders(parameter):
-                boxes = shards[rank.tensor % len(shards)]
-                blank = Blank(spec.dtype, _shape(spec, boxes))
+            for ranks, stage, local in self._holders(parameter):
+                blank = Blank(spec.dtype, _shape(spec, shards[0]))
                 if kind:
-                    rank.optimizer[kind, stage, local] = blank
+                    ranks.optimizer[kind, stage, local] = blank
                 else:
-                    rank.stages[stage][local] = blank
-                held[rank.path].append((name, blank, boxes))
+                    ranks.stages[stage][local] = blank
+                held[ranks].append((name, blank, shards))
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
-        for rank in self._ranks:
+        for ranks in self._ranks:
             # In the order of the modules, by which Megatron numbers parameters; as they are if a name is not known
-            rank.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in rank.stages]
-            holes = self._archive(rank, {}, None).holes
-            for name, blank, boxes in held[rank.path]:
-                offset = holes[blank]
-                for box in boxes:
-                    chunks[name].append(Chunk(box, rank.path, offset))
-                    offset += box.rows * box.columns * blank.dtype.itemsize
+            ranks.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in ranks.stages]
+            holes = self._archive(ranks, {}, None).holes
+            for name, blank, shards in held[ranks]:
+                for tensor, path in ranks.paths.items():
+                    offset = holes[blank]
+                    for box in shards[tensor % len(shards)]:
+                        chunks[name].append(Chunk(box, path, offset))
+                        offset += box.elements * blank.dtype.itemsize
         return chunks
 
-    def _holders(self, name: str) -> Iterator[tuple[_Rank, int, str]]:
-        """Each rank that holds a tensor of the model, the number of its stage on that rank, and its name there."""
+    def _holders(self, name: str) -> Iterator[tuple[_TensorRanks, int, str]]:
+        """The ranks that hold a tensor of the model, the number of its stage on them, and its name there."""
         starts, of_rank = self._starts, self._experts // self._sizes.expert
         stages, layer, expert = len(starts), layer_of(name), expert_of(name)
         first = bisect(starts, layer[0]) - 1 if layer else 0 if name.startswith("embedding.") else stages - 1
@@ -152,9 +155,9 @@ class LegacyWriter:
             if self.model.mtp_num_layers:  # multi-token prediction, on the last stage, embeds tokens, too
                 homes.append((stages - 1, name))
         for stage, local in homes:
-            for rank in self._of_stage[stage % self._sizes.pipeline]:
-                if expert_rank in (None, rank.expert):
-                    yield rank, stage // self._sizes.pipeline, local
+            for ranks in self._of_stage[stage % self._sizes.pipeline]:
+                if expert_rank in (None, ranks.expert):
+                    yield ranks, stage // self._sizes.pipeline, local
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
@@ -175,19 +178,23 @@ class LegacyWriter:
     def _write_around(self, fp8: Fp8States | None) -> None:
         """Write each rank's file except for the bytes of tensors."""
         payloads = self._extra_states(fp8)
-        for rank in self._ranks:
-            rank.path.parent.mkdir(parents=True, exist_ok=True)
-            archive = self._archive(rank, payloads[rank.path], fp8)
-            file = open_weights(rank.path)
-            try:
-                archive.write_around(file)
-                os.ftruncate(file, archive.length)
-            finally:
-                os.close(file)
+        for ranks in self._ranks:
+            archive = self._archive(ranks, payloads[ranks], fp8)
+            for path in ranks.paths.values():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = open_weights(path)
+                try:
+                    archive.write_around(file)
+                    os.ftruncate(file, archive.length)
+                finally:
+                    os.close(file)
 
-    def _archive(self, rank: _Rank, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None) -> Archive:
-        """The layout of a rank's file: tensors first, so that their offsets do not depend on the size of FP8 state."""
-        stages: list[dict[str, object]] = [{**stage} for stage in rank.stages]
+    def _archive(
+        self, ranks: _TensorRanks, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None
+    ) -> Archive:
+        """The layout of these ranks' files: tensors first, so that their offsets do not depend on the size of FP8
+        state."""
+        stages: list[dict[str, object]] = [{**stage} for stage in ranks.stages]
         for (stage, local), payload in payloads.items():
             stages[stage][local] = payload
         args = self._args | (fp8_args(fp8) if fp8 else {})
@@ -200,25 +207,25 @@ class LegacyWriter:
         if fp8:
             content[OURS] = origin(fp8)
         content |= {key: value for key, value in self._run.common.items() if key != "optimizer"}
-        if rank.optimizer:
+        if ranks.optimizer:
             settings = self._run.common.get("optimizer")
-            content["optimizer"] = optimizer_state(rank.stages, rank.optimizer, settings, self._sizes.expert > 1)
+            content["optimizer"] = optimizer_state(ranks.stages, ranks.optimizer, settings, self._sizes.expert > 1)
         names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
 
-    def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Object]]:
-        """The `_extra_state` of each module for which a run expects one, by the rank's file, then by stage and name on
-        the rank. Empty payloads (uint8 `[0]`) where there is no state."""
+    def _extra_states(self, fp8: Fp8States | None) -> dict[_TensorRanks, dict[tuple[int, str], Object]]:
+        """The `_extra_state` of each module for which a run expects one, by the ranks that have it, then by stage and
+        name there. Empty payloads (uint8 `[0]`) where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
         states = [
             grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
         ]
         empty = torch.empty(0, dtype=torch.uint8)
-        found: dict[Path, dict[tuple[int, str], Object]] = {rank.path: {} for rank in self._ranks}
+        found: dict[_TensorRanks, dict[tuple[int, str], Object]] = {ranks: {} for ranks in self._ranks}
         for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
-            for rank, stage, local in self._holders(name):
-                found[rank.path][stage, local] = states[rank.expert].get(name, empty)
+            for ranks, stage, local in self._holders(name):
+                found[ranks][stage, local] = states[ranks.expert].get(name, empty)
         return found
 
 

@@ -3,12 +3,14 @@
 formats/   files -> records       store.py     tokens -> memory-mapped files
 shapes.py  records -> samples     rows.py      -> rows, cut or packed
 tokenize.py  samples -> tokens    blend.py     several data sets by weights
-megatron.py  .bin and .idx        feed.py      which rows come when, as batches
+megatron.py  .bin and .idx        order.py     which rows come when
+                                  feed.py      a rank's share of them, as batches
 """
 
 from precisionctl.trainer.data.batch import IGNORED, Batch
 from precisionctl.trainer.data.blend import Blend, load_data
-from precisionctl.trainer.data.feed import Feed, Order, in_batches, share_of
+from precisionctl.trainer.data.feed import Feed, in_batches, share_of
+from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.rows import Rows, load_rows
 from precisionctl.trainer.data.store import OnTokens
 

@@ -4,23 +4,15 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import accumulate
-from math import gcd, lcm
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from precisionctl.recipe import Data
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.batch import Batch, make_batch
-from precisionctl.trainer.data.feed import Order
+from precisionctl.trainer.data.order import BlendedOrder, turns_of
 from precisionctl.trainer.data.rows import Rows, load_rows
 from precisionctl.trainer.data.store import OnTokens
-
-LONGEST_PERIOD = 1_000_000
-"""Most rows until the order of the data sets repeats. Weights that would need more are rounded."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +56,8 @@ class Blend:
         rows = [self.parts[part].pieces(number - first[part]) for number, part in zip(numbers, owners, strict=True)]
         return make_batch(rows, self.parts[0].padding, self.parts[0].ranks)
 
-    def order(self, seed: int) -> "BlendedOrder":
+    def order(self, seed: int) -> BlendedOrder:
         return BlendedOrder([len(part) for part in self.parts], self.weights, seed)
-
-
-class BlendedOrder:
-    """The endless order of the rows of a blend. Within each data set it is `Order`, with the data set's own seed."""
-
-    def __init__(self, rows: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self._turns = turns_of(weights)
-        self._parts, self._places = one_period(self._turns)
-        self._orders = [Order(count, seed + number) for number, count in enumerate(rows)]
-        self._first = [0, *accumulate(rows)]
-
-    def take(self, position: int, count: int) -> list[int]:
-        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
-        rows = []
-        for place in range(position, position + count):
-            period, index = divmod(place, len(self._parts))
-            part = int(self._parts[index])
-            row = self._orders[part].row(period * self._turns[part] + int(self._places[index]))
-            rows.append(self._first[part] + row)
-        return rows
 
 
 def load_data(
@@ -100,29 +72,3 @@ def load_data(
     if not data.blend:
         return load(data.path)
     return Blend([load(share.path) for share in data.blend], [share.weight for share in data.blend])
-
-
-def turns_of(weights: Sequence[float]) -> list[int]:
-    """The number of rows of each data set in a period: the smallest integers in proportion to the weights as they are
-    written or, if their sum exceeds LONGEST_PERIOD, rounded shares of it."""
-    written = [Fraction(str(weight)) for weight in weights]
-    common = lcm(*(weight.denominator for weight in written))
-    whole = [int(weight * common) for weight in written]
-    smallest = [turns // gcd(*whole) for turns in whole]
-    if (total := sum(smallest)) <= LONGEST_PERIOD:
-        return smallest
-    return [max(1, round(Fraction(turns * LONGEST_PERIOD, total))) for turns in smallest]
-
-
-def one_period(turns: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """For each row of a period, the number of its data set, and the number of earlier rows of that data set in it.
-
-    Row `j` of a data set with `n` rows is due at `(j + 1/2) / n` of the period, and rows come when due: Webster's
-    method of apportionment. A data set is never off its share by more than `1/2 + share * data sets / 2` rows, which is
-    what Megatron's error diffusion is for (megatron/core/datasets/helpers.cpp, build_blending_indices).
-    """
-    parts = np.concatenate([np.full(count, part, np.int32) for part, count in enumerate(turns)])
-    places = np.concatenate([np.arange(count) for count in turns])
-    due = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in turns])
-    order = np.argsort(due, kind="stable")
-    return parts[order], places[order]

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,18 @@ class Corpus:
     """What stopped it; empty if it is complete."""
     written: bool = False
     """Whether all is written, so that some of it may have its name already."""
+
+    def as_json(self, out: Path) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "files": [] if self.signal else [str(with_suffix(out, name)) for name in _names(self)],
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "learned": self.learned,
+            "ids": np.dtype(ID_TYPES[self.code]).name,
+            "stopped": self.signal or None,
+            "notes": list(self.notes),
+        }
 
 
 def make_corpus(

@@ -1,46 +1,18 @@
-"""The order in which rows are taken, the rows that each rank takes, and their batches. The position in the order is a
-single number."""
+"""The rows that each rank takes, and their batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
 from precisionctl.recipe import Train
 from precisionctl.trainer.data.batch import Batch
-
-if TYPE_CHECKING:
-    from precisionctl.trainer.data.blend import Blend
-    from precisionctl.trainer.data.rows import Rows
+from precisionctl.trainer.data.blend import Blend
+from precisionctl.trainer.data.rows import Rows
 
 Item = TypeVar("Item")
-
-
-class Order:
-    """The endless order of rows: each epoch is a permutation that depends on `seed` and the epoch's number."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self._rows = rows
-        self._seed = seed
-        self._epoch = -1
-        self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
-
-    def take(self, position: int, count: int) -> list[int]:
-        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
-        return [self.row(place) for place in range(position, position + count)]
-
-    def row(self, place: int) -> int:
-        """The row number at one place of the order."""
-        epoch, index = divmod(place, self._rows)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._permutation = torch.randperm(self._rows, generator=generator).numpy()
-            self._epoch = epoch
-        return int(self._permutation[index])
 
 
 def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
@@ -62,7 +34,7 @@ class Feed:
     """The micro-batches of a recipe's training, in order, on one rank."""
 
     def __init__(
-        self, rows: "Rows | Blend", train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
+        self, rows: Rows | Blend, train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
     ) -> None:
         self.rows, self._train, self._device = rows, train, device
         self._rank, self._ranks = rank, ranks
@@ -82,7 +54,7 @@ class Feed:
             yield from ((batch, targets) for batch in batches)
 
 
-def in_batches(rows: "Rows | Blend", numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
+def in_batches(rows: Rows | Blend, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
     """Rows with these numbers in batches of `size` (the last may be smaller), on a device."""
     listed = list(numbers)
     for start in range(0, len(listed), size):

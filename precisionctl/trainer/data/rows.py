@@ -18,8 +18,8 @@ from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.feed import Order
 from precisionctl.trainer.data.formats.find import files_of
+from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, key_of, tokenized
 
 

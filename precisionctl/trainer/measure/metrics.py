@@ -65,7 +65,7 @@ class MetricsLog:
         self._shadow_file: IO[str] | None = None
         if self._shadows.exists():
             _keep_up_to(self._shadows, step)
-        self._trackers, self.notes = trackers(folder, step, tracking, config)
+        self._trackers = trackers(folder, step, tracking, config)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a step and flush it, so that it survives a kill of the process."""

@@ -11,6 +11,7 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import directory_above
+from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
@@ -184,7 +185,7 @@ class DiskSpace:
 
 def checkpoint_bytes(source: Reader) -> int:
     """The bytes of a checkpoint, with optimizer, of a run that starts from `source`."""
-    plan = make_plan(source, "megatron", dtype=torch.bfloat16)
+    plan = make_plan(source, "megatron", dtype=DType.bfloat16)
     towers = plan.towers.nbytes if plan.model.wrapper else 0
     return with_optimizer(plan.text).nbytes + towers
 

@@ -4,6 +4,7 @@ libraries are optional, and imported only here."""
 import importlib.util
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,20 +29,15 @@ def require(settings: Tracking) -> None:
         )
 
 
-def trackers(
-    folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]
-) -> tuple[list[Tracker], tuple[str, ...]]:
-    """The trackers of the run in `folder`, which continues after `step` and is described by `config`; and notes on
-    those that are missing."""
+def trackers(folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]) -> list[Tracker]:
+    """The trackers of the run in `folder`, which continues after `step` and is described by `config`: TensorBoard if it
+    is installed, W&B if it is asked for."""
     found: list[Tracker] = []
-    notes: tuple[str, ...] = ()
-    try:
+    with suppress(ImportError):
         found.append(TensorBoard(folder, step))
-    except ImportError:
-        notes = ("no TensorBoard events: install precisionctl[tracking]",)
     if settings.wandb:
         found.append(WeightsAndBiases(folder, settings, config))
-    return found, notes
+    return found
 
 
 class TensorBoard:

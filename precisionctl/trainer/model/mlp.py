@@ -164,9 +164,8 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if self.moe.score_function == "sigmoid" and not self.moe.probs_on_input:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        elif (
-            self.moe.score_function == "softmax" and not self.moe.pre_softmax
-        ):  # the softmax over the chosen logits: chosen scores over their sum
+        elif self.moe.score_function == "softmax" and not self.moe.pre_softmax:
+            # the softmax over the chosen logits: chosen scores over their sum
             weights = logits.gather(1, chosen).softmax(-1)
         if self.backend.router_losses:
             self.backend.router_losses.see(logits, chosen, self.expert_bias)

@@ -15,6 +15,7 @@ from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.base import shard_boxes, whole
 from precisionctl.checkpoints.module import TensorShard
+from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
@@ -48,7 +49,7 @@ class ModelShards:
             if not row.present.in_layout("megatron", model):
                 continue
             untrained = "{mtp}" in row.megatron  # not computed with, and whole on all ranks
-            spec = TensorSpec(row.shape(model), dtype, REPLICATED if untrained else row.cut(model))
+            spec = TensorSpec(row.shape(model), DType.of(dtype), REPLICATED if untrained else row.cut(model))
             replicated = spec.parallel == REPLICATED
             boxes = [whole(spec)] if replicated else shard_boxes(spec, world.tensor.size)[world.tensor.rank]
             for place in row.places(model):

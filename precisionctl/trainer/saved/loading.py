@@ -7,32 +7,28 @@ and FP8 state unless they are skipped. The optimizer is loaded by parameter, whi
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 
-from precisionctl.architectures.wrappers import is_wrapper, text_config
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, adam_of, of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import NO_COUNT, of_trainer
 from precisionctl.conversion.convert import run as convert
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
-from precisionctl.model_shape import ModelShape
 from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
-from precisionctl.recipe import Optimizer, Recipe, RouterSettings
+from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.trainer.data import Blend, Rows
-from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.run_folder import Saved, read_saved
+from precisionctl.trainer.saved.run_folder import saved_of
 
 Load = Literal["full", "weights"]
 StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
@@ -69,99 +65,9 @@ def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Seque
     """
     if "schedule" in skipped or sets_rates(overrides) or not of_megatron(source):
         return None
-    if saved := _saved(source):
+    if saved := saved_of(source):
         return MegatronSchedule(**saved.schedule) if saved.schedule else None
     return read_schedule(source.common, source.args, source.iteration or 0, source.path)
-
-
-def balance_of(source: Reader, router: RouterSettings) -> Balance:
-    """What keeps the loads of experts even: what the recipe says, and the rest as the checkpoint has it: the run of
-    ours that wrote it, else Megatron's arguments if they speak of it, else config.json (whatever its
-    `output_router_logits`, which is about what a forward returns).
-
-    Raises RecipeError for what the model has not, and DamagedCheckpoint for values that make no sense.
-    """
-    said = {key: value for key, value in vars(router).items() if value != "checkpoint"}
-    if source.model.moe is None:
-        if on := [key for key, value in said.items() if value]:
-            raise RecipeError(f"router.{on[0]} balances experts, and the model has none", do="Leave it out.")
-        return NO_BALANCE
-    if said.get("bias_update_rate") and not source.model.expert_bias:
-        raise RecipeError("router.bias_update_rate moves an expert_bias, and the model has none", do="Leave it out.")
-    saved = _saved(source)
-    if saved and saved.balance is not None:
-        theirs = Balance(**saved.balance)
-    elif of_megatron(source) and "moe_aux_loss_coeff" in source.args:
-        with damage("its arguments balance experts as Megatron does not", source.path):
-            found = _of_megatron(source.args)
-        theirs = _checked(found, said, source.path)
-    else:
-        theirs = _checked(_of_config(source), said, (source.path or Path()) / "config.json")
-    try:
-        return replace(theirs, **said)
-    except ValueError as error:
-        raise RecipeError(f"router.{error}") from None
-
-
-_Named = Mapping[str, tuple[str, Any]]
-"""Coefficients by Balance's names, each with its key in the checkpoint."""
-
-
-def _checked(found: _Named, said: Collection[str], where: Path | None) -> Balance:
-    """What the recipe has not `said`. Raises DamagedCheckpoint for what is no coefficient."""
-    kept = {name: one for name, one in found.items() if name not in said}
-    for name, (key, value) in kept.items():
-        try:
-            Balance(**{name: value})
-        except ValueError as error:
-            do = f"Correct it, or say what it is to be: --set router.{name}=0."
-            raise DamagedCheckpoint(f"by its `{key}`, {error}", where=where, do=do) from None
-    return Balance(**{name: value for name, (_, value) in kept.items()})
-
-
-_OF_LAYERS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-
-
-def _of_megatron(args: Mapping[str, Any]) -> _Named:
-    kinds, coefficients = args.get("moe_router_load_balancing_type", "aux_loss"), args["moe_aux_loss_coeff"]
-    listed = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
-    rate = (args.get("moe_router_enable_expert_bias") and args.get("moe_router_bias_update_rate")) or 0.0
-    return {
-        **{kind: ("moe_aux_loss_coeff", coefficient) for kind, coefficient in listed if kind in _OF_LAYERS},
-        "z_loss": ("moe_z_loss_coeff", args.get("moe_z_loss_coeff") or 0.0),
-        "bias_update_rate": ("moe_router_bias_update_rate", rate),
-    }
-
-
-def balance_args(balance: Balance) -> dict[str, Any]:
-    """The inverse: Megatron's arguments, which have no word for `pooled_loss`."""
-    kinds = [name for name in _OF_LAYERS if name in balance.on]
-    coefficients = [balance.on[name] for name in kinds]
-    return {
-        "moe_router_load_balancing_type": kinds if len(kinds) > 1 else kinds[0] if kinds else "none",
-        "moe_aux_loss_coeff": coefficients if len(kinds) > 1 else coefficients[0] if kinds else 0.0,
-        "moe_z_loss_coeff": balance.z_loss or None,
-        "moe_router_bias_update_rate": balance.bias_update_rate,
-    }
-
-
-def _of_config(source: Reader) -> _Named:
-    """transformers' `router_aux_loss_coef`, or DeepSeek's `aux_loss_alpha` with `seq_aux`."""
-    if "config.json" not in source.companions.files:
-        return {}
-    config = parse_json(source.companions.files["config.json"], "config.json")
-    config = text_config(config, "config.json") if is_wrapper(config) else config
-    of_row = "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss"
-    keys = {"pooled_loss": "router_aux_loss_coef", of_row: "aux_loss_alpha"}
-    return {name: (key, config[key]) for name, key in keys.items() if config.get(key) is not None}
-
-
-def balance_notes(model: ModelShape, balance: Balance) -> Iterator[str]:
-    """What keeps the loads of experts even, for the user."""
-    if model.moe is None:
-        return
-    on = ", ".join(f"{name} {value:g}" for name, value in balance.on.items())
-    yield f"experts are kept in balance by {on}" if on else "nothing keeps the experts in balance"
 
 
 def sets_rates(overrides: Sequence[str]) -> bool:
@@ -186,7 +92,7 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
 
 def start_of(source: Reader, skipped: Collection[StatePart], recipe: Recipe, rows: Rows | Blend) -> tuple[int, int]:
     """The step and the position in the data that a new run starts after. Raises as `first_step`."""
-    saved = _saved(source)
+    saved = saved_of(source)
     same_data = "data" not in skipped and saved is not None and saved.identity["data"] == rows.fingerprint
     return first_step(source, skipped, recipe.train.steps), saved.position if saved and same_data else 0
 
@@ -219,7 +125,7 @@ def loading_notes(
         if _has_trainers_optimizer(source):
             yield f"its optimizer is not read here. {_BY_MEGATRON}"
         return
-    foreign = _saved(source) is None
+    foreign = saved_of(source) is None
     if "optimizer" not in skipped and foreign:
         differing = other_settings(source, recipe.optimizer)
         yield f"optimizer: masters and moments of the checkpoint, after {updates(source)} updates" + (
@@ -237,13 +143,9 @@ def loading_notes(
             yield "the checkpoint's optimizer state is left behind"
 
 
-def _saved(source: Reader) -> Saved | None:
-    return read_saved(source.path) if isinstance(source, TorchDistReader) else None
-
-
 def load_weights(source: Reader, run: Run) -> None:
     """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding."""
-    plan = make_plan(source, "megatron", dtype=torch.float32).text
+    plan = make_plan(source, "megatron", dtype=DType.float32).text
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
     run.optimizer.publish()
@@ -288,7 +190,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
     optional = {
         key
         for key, (kind, name) in wanted.items()
-        if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
+        if name in frozen or (kind == "param" and source.specs[name].dtype == DType.float32)
     }
     missing = [key for key in wanted if key not in found and key not in optional]
     checks.check_names(missing, [key for key in found if key not in wanted], _WITHOUT, source.path)

@@ -76,7 +76,8 @@ class Saved:
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
     """Everything that determines a run's numbers, by name: the source (its files' sizes and times, its model), the
-    fingerprint of the `data`'s tokens, the recipe key by key, and how it starts. Another value means another run."""
+    fingerprint of the `data`'s tokens, the recipe key by key, and how it starts. Another value means another run. What
+    computes it is no part, as a run may go on elsewhere: machine, backend, libraries."""
     state = [source.path / sidecar.RELATIVE] if source.path else []
     files = [file for file in (*source.files, *state) if file.is_file()]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -170,6 +171,11 @@ def read_saved(iteration: Path) -> Saved | None:
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
+
+
+def saved_of(source: Reader) -> Saved | None:
+    """The `run.json` of a checkpoint; None if another program wrote it. Raises as `read_saved`."""
+    return read_saved(source.path) if isinstance(source, TorchDistReader) else None
 
 
 def settings_of(out: Path) -> Mapping[str, Any]:

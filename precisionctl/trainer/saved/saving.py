@@ -22,10 +22,11 @@ from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_me
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
-from precisionctl.checkpoints.output import Output, disk_problems, sync
+from precisionctl.checkpoints.output import Output, disk_problems, sync_all
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
+from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -35,7 +36,8 @@ from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG, balance_args
+from precisionctl.trainer.saved.balance import balance_args
+from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 PRODUCER = "precisionctl"
@@ -112,7 +114,7 @@ class Saver:
         stored = dict(run.model.shards.tensors)
         for name, parameter in run.optimizer.parameters.items():
             if not isinstance(parameter, DTensor):  # FSDP's are FP32 in memory, but stored in the model's dtype
-                stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=parameter.dtype))
+                stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=DType.of(parameter.dtype)))
         plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
         companions = self._source.companions
         writer: Writer = TorchDistWriter(
@@ -220,9 +222,8 @@ def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
     worker = Worker(towers, source, writer)
     for job in towers.jobs:
         worker.do(job)
-    for file in {chunk.place for name in towers.targets for chunk in writer.chunks(name)}:
-        assert isinstance(file, Path), "the writer writes files"
-        sync(file)
+    chunks = (chunk for name in towers.targets for chunk in writer.chunks(name))
+    sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
 
 
 def with_optimizer(plan: Plan) -> Plan:
@@ -232,7 +233,7 @@ def with_optimizer(plan: Plan) -> Plan:
         for job in plan.jobs:
             write = f"{STATE}{kind}.{job.name}"
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
-            targets[write] = replace(plan.targets[job.name], dtype=torch.float32)
+            targets[write] = replace(plan.targets[job.name], dtype=DType.float32)
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
 
