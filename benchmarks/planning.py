@@ -33,12 +33,11 @@ RANKS = (8, 64, 256)
 def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -> int:
     """A model with its config's names, shapes and dtypes: BF16, or as published, FP8 in blocks of 128 x 128. Returns
     the number of tensors."""
-    import torch
-
     from precisionctl.architectures.families import from_hf_config, table_of
     from precisionctl.architectures.param_map import names
     from precisionctl.checkpoints.base import Companions
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.dtypes import DType
     from precisionctl.fp8.encoding import grid_shape
     from precisionctl.param import TensorSpec
 
@@ -55,9 +54,9 @@ def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -
         for place in row.places(model):
             for name, shape in zip(names(row, "hf", place), shapes, strict=True):
                 coded = codes and row.gemm
-                specs[name] = TensorSpec(shape, torch.float8_e4m3fn if coded else torch.bfloat16)
+                specs[name] = TensorSpec(shape, DType.float8_e4m3fn if coded else DType.bfloat16)
                 if coded:
-                    specs[f"{name}_scale_inv"] = TensorSpec(grid_shape(*shape, (128, 128)), torch.float32)
+                    specs[f"{name}_scale_inv"] = TensorSpec(grid_shape(*shape, (128, 128)), DType.float32)
     directory.mkdir()
     writer = HuggingFaceWriter(directory, specs, Companions(), config, quantization if codes else None)
     writer.lay_out()

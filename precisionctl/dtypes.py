@@ -7,35 +7,38 @@ and tensors have torch's. The two meet in `DType.torch` and `DType.of` alone.
 from __future__ import annotations
 
 import builtins
-from enum import StrEnum, auto
+from enum import Enum
 from functools import cached_property
 
 import torch
 
 
-class DType(StrEnum):
+class DType(Enum):
     """A dtype under PyTorch's name for it."""
 
-    float64 = auto()
-    float32 = auto()
-    float16 = auto()
-    bfloat16 = auto()
-    float8_e4m3fn = auto()
-    float8_e5m2 = auto()
-    float8_e4m3fnuz = auto()
-    float8_e5m2fnuz = auto()
-    float8_e8m0fnu = auto()
-    int64 = auto()
-    int32 = auto()
-    int16 = auto()
-    int8 = auto()
-    uint64 = auto()
-    uint32 = auto()
-    uint16 = auto()
-    uint8 = auto()
-    bool = auto()
-    complex128 = auto()
-    complex64 = auto()
+    float64 = "float64"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float8_e4m3fn = "float8_e4m3fn"
+    float8_e5m2 = "float8_e5m2"
+    float8_e4m3fnuz = "float8_e4m3fnuz"
+    float8_e5m2fnuz = "float8_e5m2fnuz"
+    float8_e8m0fnu = "float8_e8m0fnu"
+    int64 = "int64"
+    int32 = "int32"
+    int16 = "int16"
+    int8 = "int8"
+    uint64 = "uint64"
+    uint32 = "uint32"
+    uint16 = "uint16"
+    uint8 = "uint8"
+    bool = "bool"
+    complex128 = "complex128"
+    complex64 = "complex64"
+
+    def __str__(self) -> str:
+        return self.value
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> DType:

@@ -88,7 +88,7 @@ def test_objects_load_as_plain_values_and_foreign_ones_as_inert_stand_ins():
     }
     loaded = torch_zip.load(torch_zip_writer.dump(value), "here")
     assert vars(loaded["args"])["layers"] == 2
-    assert loaded["args"].dtype == torch.bfloat16
+    assert loaded["args"].dtype is DType.bfloat16
     assert isinstance(loaded["args"].handler, Inert)
     assert loaded["payload"].getvalue() == b"TE 1.x"
     assert loaded["random"][0] == "MT19937"
@@ -121,7 +121,7 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
         assert torch.equal(torch_zip.read_located(tmp_path / "file.pt", located), tensor), name
     assert found["model"]["tied"] == found["model"]["again"]
     assert found["empty"][0].shape == (0,)
-    assert found["args"].dtype == torch.float16
+    assert found["args"].dtype is DType.float16
     assert isinstance(found["turned"], Inert)
 
 

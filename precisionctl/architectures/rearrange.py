@@ -78,11 +78,11 @@ class Vocabulary(_RowPermutation):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        (values,) = parts
+        values: Any = parts[0]
         shape = (model.padded_vocab_size - model.vocab_size, *values.shape[1:])
-        numbers = isinstance(values, np.ndarray)
-        padding = np.zeros(shape, values.dtype) if numbers else values.new_zeros(shape)
-        return _joined([values[: model.vocab_size], padding])
+        padding = np.zeros(shape, values.dtype) if isinstance(values, np.ndarray) else values.new_zeros(shape)
+        joined: Movable = _joined([values[: model.vocab_size], padding])
+        return joined
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (whole[: model.vocab_size],)
@@ -154,9 +154,9 @@ class DeltaNetByKind(_RowPermutation):
         return _joined(parts)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        gdn = model.gdn
-        assert gdn
-        return tuple(_cut(whole, [gdn.conv_size, *gdn.in_proj_parts[3:]]))
+        assert model.gdn
+        *of_conv, gates, betas, alphas = model.gdn.in_proj_parts
+        return tuple(_cut(whole, [sum(of_conv), gates, betas, alphas]))
 
 
 @dataclass(frozen=True)

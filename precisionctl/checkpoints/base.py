@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
+"""Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
@@ -287,8 +288,7 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
 
 
 def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | None = None) -> Bytes:
-    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values; they need no
-    PyTorch."""
+    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values."""
     spec = source.specs[name]
     if into is None:
         into = np.empty((rows, spec.width * spec.dtype.itemsize), np.uint8)
@@ -327,17 +327,17 @@ def rows_held(place: Chunked, name: str) -> list[range]:
 
 
 def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
-    whole = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
+    window = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
     try:
-        _transfer(chunk, part, whole, _read_some, os.O_RDONLY)
+        _transfer(chunk, part, window, _read_some, os.O_RDONLY)
     except OSError as error:
         raise CheckpointError(
             f"not readable: {error.strerror}",
             where=chunk.place,
             do="Is its disk failing? What is done is kept; copy the file again and run the same command.",
         ) from error
-    if whole is not into:
-        into[:] = whole
+    if window is not into:
+        into[:] = window
 
 
 def write_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> None:

@@ -215,7 +215,7 @@ def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
             _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
             for piece in tensor.pieces
         )
-        dtype = Global("torch", tensor.dtype)
+        dtype = Global("torch", tensor.dtype.value)
         layout = PickledObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
         contiguous = PickledObject(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
         state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned

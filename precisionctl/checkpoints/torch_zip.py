@@ -211,7 +211,7 @@ _OBJECTS = _Objects(
 
 
 def load(data: bytes, where: object) -> Any:
-    """The object that torch.save wrote as `data`, made of plain values, tensors, Namespace, BytesIO and Inert.
+    """The object that torch.save wrote as `data`, made of plain values, DTypes, tensors, Namespace, BytesIO and Inert.
 
     Raises UnsafePickle for a class that is not on the allow-list, DamagedCheckpoint for bytes that are no archive.
     """

@@ -464,7 +464,7 @@ def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorS
             what = f"{name} has shape {list(specs[name].shape)}, not {' or '.join(str(list(each)) for each in shapes)}"
             raise DamagedCheckpoint(what, where=where)
         if specs[name].dtype not in dtypes:
-            kinds = " or ".join(each for each in dtypes)
+            kinds = " or ".join(map(str, dtypes))
             raise DamagedCheckpoint(f"{name} is {specs[name].stored_dtype}, not {kinds}", where=where)
 
 

@@ -23,7 +23,7 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
     rows = []
     for kind, jobs in islice(by_kind.items(), _LINES):
         written = [plan.targets[name] for job in jobs for name in job.writes]
-        dtypes = dict.fromkeys(spec.dtype for spec in written)
+        dtypes = dict.fromkeys(spec.dtype.value for spec in written)
         nbytes = size(sum(spec.nbytes for spec in written))
         first = jobs[0]
         counts = (str(len(jobs)), str(len(first.reads)), str(len(first.writes)))

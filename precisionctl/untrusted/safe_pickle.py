@@ -63,7 +63,7 @@ STORAGES: Mapping[tuple[str, str], DType] = {
 }
 """PyTorch's storage classes, for an allow-list; each is replaced by the dtype of its elements."""
 
-DTYPES: Mapping[tuple[str, str], DType] = {("torch", dtype): dtype for dtype in DType}
+DTYPES: Mapping[tuple[str, str], DType] = {("torch", dtype.value): dtype for dtype in DType}
 """PyTorch's dtypes, for an allow-list."""
 
 

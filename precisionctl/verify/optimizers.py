@@ -24,7 +24,7 @@ class OptimizerTensors:
         self.specs = {name: _without_padding(name, spec, reader) for name, spec in self._stored.specs.items()}
 
     def dtype(self, name: str) -> str:
-        return self.specs[name].dtype
+        return self.specs[name].dtype.value
 
     def nbytes(self, name: str) -> int:
         return self._stored.specs[name].nbytes if name in self.specs else 0

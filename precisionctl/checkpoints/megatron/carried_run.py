@@ -21,6 +21,7 @@ from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import NO_COUNT, TrainedReader, TrainerRun, adam_settings
+from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import STATE, Parallelism, TensorSpec
@@ -226,6 +227,8 @@ def _is_plain(value: object) -> bool:
     """Whether a value can be written again as it was read: nothing in it is a placeholder for an object whose class is
     not on the allow-list."""
     try:
-        return all(isinstance(part, str | bytes | int | float | torch.Tensor | None) for part in parts(finite(value)))
+        return all(
+            isinstance(part, str | bytes | int | float | DType | torch.Tensor | None) for part in parts(finite(value))
+        )
     except ValueError:  # YAML can hold what archives may not
         return False

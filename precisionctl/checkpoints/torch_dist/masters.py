@@ -64,7 +64,7 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
             differing.append(name)
             continue
         for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
-            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype)
+            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype.torch)
             if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
                 differing.append(name)
                 break

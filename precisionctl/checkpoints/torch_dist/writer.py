@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, 
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
-from precisionctl.checkpoints.torch_dist.placement import Placed, lay_out, layers_differ, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import lay_out, layers_differ, place, stored_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
@@ -65,19 +64,12 @@ class TorchDistWriter:
         self._fp8_in, self._te = fp8_in, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
-        self._keys = {name: stack(name, self._by_layer) for name in specs}
-        _check_stacks(specs, self._keys)
-
-    @cached_property  # so that a plan alone does not need PyTorch, which makes the archives that tensors are placed in
-    def _placed(self) -> list[Placed]:
-        return place(self.directory, self.specs, self._keys, self._parallelism)
-
-    @cached_property
-    def _chunks(self) -> Mapping[str, list[Chunk]]:
-        found: dict[str, list[Chunk]] = {name: [] for name in self.specs}
+        keys = {name: stack(name, self._by_layer) for name in specs}
+        _check_stacks(specs, keys)
+        self._placed = place(directory, specs, keys, parallelism)
+        self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
         for placed in self._placed:
-            found[placed.name].append(placed.chunk)
-        return found
+            self._chunks[placed.name].append(placed.chunk)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
