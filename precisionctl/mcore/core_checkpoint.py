@@ -68,7 +68,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
     args |= balance_args(run.balance) if run.model.moe else {}
     args = saved_args(args, run.model, plan.plan.text.targets, cut, run.step, "torch_dist")
     state: dict[str, Any] = {
-        "args": argparse.Namespace(**args),
+        "args": argparse.Namespace(**args | {"params_dtype": run.dtype}),  # a dtype that Megatron can load
         "checkpoint_version": 3.0,
         "iteration": run.step,
         "num_floating_point_operations_so_far": 0,
