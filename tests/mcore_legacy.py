@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mcore_optimizer import allow_cpu_optimizers, optimizer_of
-from mcore_peer import start_ranks, without_cuda
+from mcore_optimizer import optimizer_of
+from mcore_peer import start_ranks
+
+from precisionctl.mcore.stand_ins import without_cuda
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -231,33 +233,23 @@ def load(job: dict[str, Any], stages: list[Any], rank: int) -> None:
     torch.save({"optimizer": held, **parameters(stages)}, f"{job['load']}.rank{rank}.pt")
 
 
-def without_cuda_streams() -> None:
-    """Experts ask for streams beside what `without_cuda` stands in for."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[misc, assignment]
-    moe_utils.te_general_gemm = None  # 0.16.1 forgets it without Transformer Engine
-
-
 def run(rank: int, jobs: list[dict[str, Any]], rendezvous: str) -> None:
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    without_cuda()
-    without_cuda_streams()
-    allow_cpu_optimizers()
-    for job in jobs:
-        sizes = job["sizes"] = {"tensor": 1, "pipeline": 1, "virtual": 1, "expert": 1} | job["sizes"]
-        job["model"] = MODEL | job.get("model", {})
-        parallel_state.initialize_model_parallel(
-            sizes["tensor"],
-            sizes["pipeline"],
-            sizes["virtual"] if sizes["virtual"] > 1 else None,
-            expert_model_parallel_size=sizes["expert"],
-        )
-        (save if "save" in job else load)(job, build(job["model"], sizes), rank)
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
+    with without_cuda():
+        for job in jobs:
+            sizes = job["sizes"] = {"tensor": 1, "pipeline": 1, "virtual": 1, "expert": 1} | job["sizes"]
+            job["model"] = MODEL | job.get("model", {})
+            parallel_state.initialize_model_parallel(
+                sizes["tensor"],
+                sizes["pipeline"],
+                sizes["virtual"] if sizes["virtual"] > 1 else None,
+                expert_model_parallel_size=sizes["expert"],
+            )
+            (save if "save" in job else load)(job, build(job["model"], sizes), rank)
+            dist.barrier()
+            parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 

@@ -13,33 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mcore_peer import build, without_cuda
+from mcore_peer import build
 
-
-def allow_cpu_optimizers() -> None:
-    """They look for `torch.cuda.FloatTensor` and its like in the names of parameters' types."""
-    by_name = torch.Tensor.type
-
-    def of_cuda(self: torch.Tensor, *dtype: Any) -> Any:
-        return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
-
-    torch.Tensor.type = of_cuda  # type: ignore[method-assign, assignment]
-    without_steps()
-
-
-def without_steps() -> None:
-    """PyTorch's Adam counts updates for each parameter, Apex's and Transformer Engine's for a group of them: loading
-    `fully_reshardable` brings no count for a parameter."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    by_name = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def with_step(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[parameter]
-        master = self.optimizer.param_groups[group]["params"][place]
-        by_name(self, parameter, {"step": self.optimizer.state[master]["step"], **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+from precisionctl.mcore.stand_ins import let_adam_of_pytorch_be_loaded, without_cuda
 
 
 def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
@@ -65,7 +41,7 @@ def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
 
 def updated(model: Any, distributed: bool) -> Any:
     """An optimizer after an update, without clipping: norms are summed in another order by each kind."""
-    allow_cpu_optimizers()
+    let_adam_of_pytorch_be_loaded()
     optimizer = optimizer_of(model, distributed, clip=0.0)
     optimizer.step()
     return optimizer
@@ -171,10 +147,9 @@ def main() -> None:
     args.params_dtype, args.bf16 = torch.bfloat16, True
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
-    without_cuda()
-    allow_cpu_optimizers()
-    for way in WAYS:
-        save(out, way, args)
+    with without_cuda():
+        for way in WAYS:
+            save(out, way, args)
     (out / "rates.json").write_text(json.dumps(rates(3)))
 
 

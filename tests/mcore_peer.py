@@ -2,11 +2,10 @@
 
 The file holds `{"tensor_parallel": n, "pipeline_parallel": n, "jobs": [...]}`, and `expert_parallel` and
 `data_parallel` where they are not 1; each job saves a random model or loads a checkpoint, whose own arguments make
-the model. A machine without a GPU needs a few stand-ins, all in `without_cuda`.
+the model. A machine without a GPU needs the stand-ins of `without_cuda`.
 """
 
 import argparse
-import contextlib
 import copy
 import importlib
 import json
@@ -22,33 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-
-def without_cuda():
-    """megatron-core asks for CUDA in these places only, on the ways taken here."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from torch.overrides import TorchFunctionMode
-
-    class CudaToCpu(TorchFunctionMode):  # masks of sliding windows are made on "cuda"
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            kwargs = dict(kwargs or {})
-            if str(kwargs.get("device", "")).startswith("cuda"):
-                kwargs["device"] = "cpu"
-            return function(*args, **kwargs)
-
-    class Stream:  # of token dispatchers
-        def __init__(self, *_, **__):
-            pass
-
-        def __getattr__(self, name):  # waits for what is done already, and records events that are past
-            return lambda *_, **__: self
-
-    torch.cuda.synchronize = lambda *_, **__: None
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.Stream = torch.cuda.current_stream = Stream
-    torch.cuda.stream = contextlib.nullcontext
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
-    CudaToCpu().__enter__()
+from precisionctl.mcore.stand_ins import without_cuda
 
 
 def carry_extra_states():
@@ -60,13 +33,11 @@ def carry_extra_states():
         linear.set_extra_state = lambda self, state: setattr(self, "payload", state)
 
 
-def allow_experts_and_latent_attention():
-    """Without Transformer Engine, megatron-core 0.16 misses a name in experts, its plain attention does not take the
-    sizes of latent attention's heads, and classes are None that are tested for."""
+def allow_latent_attention():
+    """Without Transformer Engine megatron-core's plain attention does not take the sizes of latent attention's heads,
+    and classes are None that are tested for."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.te_general_gemm = None
     for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "Linear"):
         if not isinstance(getattr(multi_latent_attention, name, None), type):
             setattr(multi_latent_attention, name, type(name, (), {}))
@@ -386,21 +357,21 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     tensor, pipeline, expert = work["tensor_parallel"], work["pipeline_parallel"], work.get("expert_parallel", 1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks_of(work))
     parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
-    without_cuda()
-    allow_experts_and_latent_attention()
+    allow_latent_attention()
     allow_gated_delta_nets()
     carry_extra_states()
     numpy.product = numpy.prod  # which megatron-core 0.14 asks for, and numpy 2 has not
-    for job in work["jobs"]:
-        if job["do"] == "save":
-            args = argparse.Namespace(**job["args"])
-            args.params_dtype = getattr(torch, job["dtype"])
-            args.bf16 = job["dtype"] == "bfloat16"
-            save(build(args, work), args, job, rank)
-        else:
-            args = dist_checkpointing.load_common_state_dict(job["directory"])["args"]
-            load(build(args, work, job.get("te_names", False)), job, rank)
-        dist.barrier()
+    with without_cuda():
+        for job in work["jobs"]:
+            if job["do"] == "save":
+                args = argparse.Namespace(**job["args"])
+                args.params_dtype = getattr(torch, job["dtype"])
+                args.bf16 = job["dtype"] == "bfloat16"
+                save(build(args, work), args, job, rank)
+            else:
+                args = dist_checkpointing.load_common_state_dict(job["directory"])["args"]
+                load(build(args, work, job.get("te_names", False)), job, rank)
+            dist.barrier()
     dist.destroy_process_group()
 
 

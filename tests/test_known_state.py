@@ -297,6 +297,22 @@ def test_a_state_of_one_step_is_not_chosen_by_itself_and_says_what_it_rests_on(t
     assert any("They may be too small" in note for note in export(source, scheme="static").notes)
 
 
+@pytest.mark.parametrize(("producer", "of_others"), [("transformer_engine", True), ("precisionctl", False)])
+def test_inputs_of_experts_that_megatron_weighs_by_its_router_are_not_taken_for_fixed_scales_by_itself(
+    tmp_path: Path, producer: str, of_others: bool
+) -> None:
+    """megatron-core's TEGroupedMLP multiplies before linear_fc2, vLLM's fused_experts what comes out of it."""
+    source = with_state(tmp_path / "hf", family="qwen3-moe")
+    states = sidecar.read(source / sidecar.RELATIVE)
+    sidecar.write(source / sidecar.RELATIVE, replace(states, producer=producer))
+    notes = export(source).notes
+    assert ("Scheme dynamic" in notes[0] and "the router's weights" in notes[0]) == of_others
+    assert any("They may be too small" in note for note in export(source, scheme="static").notes) == of_others
+    dense = with_state(tmp_path / "dense")
+    sidecar.write(dense / sidecar.RELATIVE, replace(sidecar.read(dense / sidecar.RELATIVE), producer=producer))
+    assert "Scheme static" in export(dense).notes[0]
+
+
 def test_no_recorded_row_of_a_file_is_cut_off_where_the_checkpoint_keeps_fewer(tmp_path: Path) -> None:
     source = with_state(tmp_path / "hf")
     one = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")

@@ -1,6 +1,8 @@
 """`--engine megatron-core` as far as it can be looked at without starting it, and what it starts from: a run's
 checkpoint, which megatron-core loads whole. tests/peers/test_megatron_engine.py trains."""
 
+import logging
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +18,23 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.conversion.known_state import KnownState
 from precisionctl.conversion.ranks import ALONE
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.mcore import core_memory as core_memory_module
 from precisionctl.mcore import train_in_core
+from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
+from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
+from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
-from precisionctl.trainer.settings import Settings
+from precisionctl.trainer.run_plan import dry_run, plan_run
+from precisionctl.trainer.settings import Settings, read_recipe
 
 LLAMA_3_70B = {
     "model_type": "llama",
@@ -66,7 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_core(place: Path, out: str = "core", source: str = "source", **changes: Any) -> Settings:
-    return replace(settings(place / source, place / "text.txt", place / out, **changes), engine="megatron-core")
+    return settings(place / source, place / "text.txt", place / out, **changes)
 
 
 def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer(place: Path) -> None:
@@ -110,7 +118,7 @@ def test_what_megatron_core_is_not_asked_for_is_refused_before_anything_is_read(
     place: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RecipeError, match=words):
-        train_in_core.dry_run(in_core(place, "refused", **changes))
+        dry_run(in_core(place, "refused", **changes), CORE)
     assert not (place / "refused").exists()
 
 
@@ -149,7 +157,7 @@ def test_stages_interleave_only_with_as_many_passes_as_stages_or_a_multiple(
 def test_a_model_that_megatron_core_computes_otherwise_is_left_to_the_bundled_trainer(place: Path) -> None:
     make_source(place / "gemma", family="gemma2")
     with pytest.raises(UnknownArchitecture, match=r"computes `gemma2` otherwise.*Leave --engine out"):
-        train_in_core.dry_run(in_core(place, source="gemma"))
+        dry_run(in_core(place, source="gemma"), CORE)
 
 
 def test_the_bundled_trainer_points_to_megatron_core_for_pipelines(place: Path) -> None:
@@ -164,7 +172,7 @@ def test_without_megatron_core_the_error_says_what_to_install(place: Path, monke
 
 
 def test_a_dry_run_tells_the_memory_in_megatron_core(place: Path) -> None:
-    said = "\n".join(lines_of(train_in_core.dry_run(in_core(place, "dry"))))
+    said = "\n".join(lines_of(dry_run(in_core(place, "dry"), CORE)))
     assert "from step 0 to 6" in said and "Memory of each rank" in said
     assert not (place / "dry").exists()
 
@@ -194,3 +202,45 @@ def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> Non
     mixture, recipe = from_hf_config(QWEN_3_30B), load_recipe("qwen3-30b-a3b-cpt")
     apart = core_memory(mixture, replace(recipe, parallel=ParallelSettings(expert=8, pipeline=2)), "te", ranks=16)
     assert apart.weights < 2 * 30.53e9 / 2 / 5  # experts, its largest part, over eight
+
+
+def test_megatrons_loss_holds_all_logits_in_fp32_and_the_bundled_trainers_a_chunk() -> None:
+    """Megatron's vocab_parallel_cross_entropy was measured at 6 bytes for a logit; the mask of its padding adds 2."""
+    model, recipe = replace(from_hf_config(QWEN_3_30B), num_layers=1, moe=None), load_recipe("qwen3-30b-a3b-cpt")
+    larger = replace(model, padded_vocab_size=model.padded_vocab_size + 1024)
+    core = [core_memory(each, recipe, "te", ranks=8).passes for each in (model, larger)]
+    assert core[1] - core[0] == 8 * 1024 * recipe.data.sequence_length
+    on_gpu, on_cpu = (estimate(model, recipe, "emulated", gpu=gpu).passes for gpu in (True, False))
+    assert on_gpu - on_cpu == 8 * (2**24 - 2**18)  # a chunk is as large as the device wants it, whatever the backend
+
+
+def test_warnings_of_one_rank_go_to_the_runs_folder_and_errors_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron, root = logging.getLogger("megatron.core"), list(logging.getLogger().handlers)
+    with core_log() as goes_to, warnings.catch_warnings(action="default"):
+        megatron.warning("early")
+        goes_to(tmp_path)
+        warnings.warn("late", stacklevel=1)
+        megatron.warning("Overwriting old incomplete / corrupted checkpoint...")
+        megatron.error("wrong")
+    with core_log() as goes_to:
+        goes_to(None)
+        megatron.warning("of another rank")
+    told = (tmp_path / "megatron.log").read_text()
+    assert all(word in told for word in ("early", "UserWarning: late", "wrong"))
+    assert "corrupted" not in told and "another" not in told
+    assert capsys.readouterr().err == "wrong\n" and logging.getLogger().handlers == root
+
+
+def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: Path) -> None:
+    """It has no warm-up; and it multiplies by routers' weights before experts' linear_fc2."""
+    asked = in_core(place, precision="fp8")
+    planned = plan_run(asked, read_recipe(asked), 1, CORE)
+    _, notes = train_in_core._carried_state(planned, None)
+    assert "no FP8 state: activations and gradients start at scale 1" in notes[0]
+    experts, recorded = replace(planned.plan, model=from_hf_config(QWEN_3_30B)), Fp8State.fresh(1024)
+    for producer, said in (("precisionctl", True), ("transformer_engine", False)):
+        states = Fp8States(DelayedScaling(), {"decoder.layers.0.mlp.experts.linear_fc2": recorded}, producer=producer)
+        _, notes = train_in_core._carried_state(replace(planned, plan=experts, known=KnownState((states,))), None)
+        assert any("without the router's weights" in note for note in notes) == said

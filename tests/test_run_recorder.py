@@ -261,7 +261,7 @@ def test_under_megatron_s_names_it_records_what_our_own_recorder_does(family: st
     states = recorder.states()
     if family == "deepseek-v3":  # a cache of latents, which no module is called with
         states = {name: state for name, state in states.items() if "core_attention" not in name}
-    expected = Fp8States(recorder.precision.delayed, states, producer="precisionctl calibrate")
+    expected = Fp8States(recorder.precision.delayed, states, producer="precisionctl's recorder in Megatron-Core")
     sidecar.write(tmp_path / "expected", expected)
     assert (tmp_path / "recorded").read_bytes() == (tmp_path / "expected").read_bytes()
 

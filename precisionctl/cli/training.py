@@ -98,7 +98,7 @@ backend_option = click.option(
     "--dry-run", is_flag=True, help="Show what the run would do and how much memory it needs, and start nothing."
 )
 @megatron_fp8_options
-def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, **what: Any) -> None:
+def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, engine: str, **what: Any) -> None:
     """Continue training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
     The same command continues a run that was stopped. FP8 starts from --fp8-state, else from the state in CHECKPOINT,
@@ -109,14 +109,14 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.measure.metrics import StepMetrics
+    from precisionctl.trainer.run_plan import BUNDLED
     from precisionctl.trainer.run_plan import dry_run as dry_run_of
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
-    in_core = settings.engine == "megatron-core"
-    look, train = (train_in_core.dry_run, train_in_core.resume) if in_core else (dry_run_of, trainer.resume)
+    in_core = engine == "megatron-core"
     if dry_run:
-        dry = look(settings)
+        dry = dry_run_of(settings, train_in_core.CORE if in_core else BUNDLED)
         console.show_lines(report.dry_run(dry) if dry.speaks else [])
         return
     with console.RunView() as view:
@@ -130,6 +130,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
             for line in report.warnings(step):
                 view.say(line)
 
+        train = train_in_core.resume if in_core else trainer.resume
         finished = train(settings, on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))

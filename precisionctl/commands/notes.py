@@ -22,7 +22,7 @@ from precisionctl.conversion.known_state import KnownState, origin, outdated_not
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError
 from precisionctl.export.encode import is_slice
-from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached_experts
+from precisionctl.export.input_scales import unreached_experts, why_too_small
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -272,8 +272,8 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:
         yield "Input scales are the fixed ones of the source's weights."
-    if recorded and of_one_step(recorded):
-        yield f"They may be too small: {OF_ONE_STEP}."
+    if recorded and (why := why_too_small(recorded)):
+        yield f"They may be too small: {why}."
 
 
 def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[str]:

@@ -59,9 +59,17 @@ OF_ONE_STEP = "the FP8 state keeps the amaxes of one step alone, which later inp
 """Measured: scales from such a state, Megatron-LM's default, were 0.52 to 0.81 of calibrated ones."""
 
 
-def of_one_step(states: Fp8States) -> bool:
-    """Whether a state's histories have one row, so that each amax is from a single step."""
-    return states.recipe.amax_history_len == 1
+WITH_ROUTERS = (
+    "the FP8 state is of Megatron-Core's passes, where inputs of experts' linear_fc2 are multiplied by the router's "
+    "weights, and engines multiply after it"
+)
+
+
+def why_too_small(states: Fp8States) -> str:
+    """Why inputs may well exceed what a state has recorded; empty if nothing is known against it."""
+    if states.recipe.amax_history_len == 1:
+        return OF_ONE_STEP
+    return WITH_ROUTERS if states.has_router_weights else ""
 
 
 def amax_of(scale_inv: float) -> Tensor:

@@ -4,7 +4,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
-from precisionctl.export.input_scales import NO_STATE, OF_ONE_STEP, input_amaxes, of_one_step
+from precisionctl.export.input_scales import NO_STATE, input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
@@ -42,9 +42,10 @@ def best_scheme(
     if "static" in schemes:
         try:
             input_amaxes(states, jobs, why_no_state)
-            if states is None or not of_one_step(states) or len(schemes) == 1:
+            too_small = why_too_small(states) if states else ""
+            if not too_small or len(schemes) == 1:
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"
-            why = f"{OF_ONE_STEP}; for static input scales, record more with `precisionctl calibrate`"
+            why = f"{too_small}; for static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
             why = f"{missing.what}; for static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:

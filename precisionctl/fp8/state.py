@@ -209,6 +209,10 @@ class Fp8State:
                 )
 
 
+IN_MEGATRON = BY_TE, BY_RECORDER = "transformer_engine", "precisionctl's recorder in Megatron-Core"
+"""`producer`s of state of Megatron-Core's own passes: TE's modules, which say no name, or our recorder."""
+
+
 @dataclass(frozen=True)
 class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
@@ -230,6 +234,12 @@ class Fp8States:
     statistics: Mapping[str, Mapping[Role, Statistics]] = field(default_factory=dict)
     of_weights: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_router_weights(self) -> bool:
+        """Whether inputs of routed experts' linear_fc2 were recorded as Megatron-Core has them, times the router's
+        weights. Engines, transformers and the trainer here multiply what comes out."""
+        return self.producer in IN_MEGATRON and any(name.endswith(".mlp.experts.linear_fc2") for name in self.modules)
 
     def without(self, modules: Container[str]) -> Fp8States:
         """The same without these modules."""

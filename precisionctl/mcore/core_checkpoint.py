@@ -7,17 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, directory_name, write_tracker
+from precisionctl.checkpoints.megatron.provider import describes, write_run_config
+from precisionctl.checkpoints.megatron.towers import TowersWriter
 from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore.core_run import CoreRun
-from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.param import Parallelism
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
+from precisionctl.trainer.run_plan import RunPlan
 from precisionctl.trainer.saved.balance import balance_args
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
+from precisionctl.trainer.saved.saving import copy_towers
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -50,23 +57,18 @@ def load(run: CoreRun, iteration: Path, updates: int | None) -> None:
     run.updates = updates
 
 
-def save(
-    run: CoreRun,
-    out: Path,
-    identity: Mapping[str, Any],
-    specs: Mapping[str, TensorSpec],
-    companions: Companions,
-) -> Path:
-    """Save the run as an iteration in the folder `out`, atomically, and remove iterations beyond `train.keep`. `specs`
-    are the model's tensors by Megatron's names. Returns the iteration. Raises DiskProblem."""
+def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state: Fp8States | None) -> None:
+    """Save the run as an iteration in its folder, atomically, and remove iterations beyond `train.keep`. What belongs
+    to the model and is not trained is saved with it, as the bundled trainer's Saver does. Raises DiskProblem."""
     from megatron.core import dist_checkpointing
 
-    output, sizes = Output(out / directory_name(run.step)), run.recipe.parallel
+    output, sizes = Output(plan.out / directory_name(run.step)), run.recipe.parallel
     cut = Parallelism(sizes.tensor, sizes.pipeline, expert=sizes.expert, virtual=sizes.virtual)
     args = training_args(run.recipe, run.schedule, run.position)
     args |= balance_args(run.balance) if run.model.moe else {}
+    args = saved_args(args, run.model, plan.plan.text.targets, cut, run.step, "torch_dist")
     state: dict[str, Any] = {
-        "args": argparse.Namespace(**saved_args(args, run.model, specs, cut, run.step, "torch_dist")),
+        "args": argparse.Namespace(**args | {"params_dtype": run.dtype}),  # a dtype that Megatron can load
         "checkpoint_version": 3.0,
         "iteration": run.step,
         "num_floating_point_operations_so_far": 0,
@@ -84,12 +86,23 @@ def save(
         dist_checkpointing.save(state, str(output.partial), content_metadata=_CONTENT)
         run.world.barrier()
         if run.world.first:
-            write_companions(output.partial / COMPANIONS, companions)
+            write_companions(output.partial / COMPANIONS, plan.source.companions)
+            if describes(run.model):
+                write_run_config(output.partial, args, run.model)
+            if plan.model.wrapper:
+                towers = plan.plan.towers
+                writer = TowersWriter(output.partial, towers.targets)
+                writer.lay_out()
+                copy_towers(towers, plan.source, writer)
+                writer.finish(None)
+            if sidecar_state:
+                sidecar.write(output.partial / sidecar.RELATIVE, sidecar_state)
+            if encodings := weight_encodings(plan.source):
+                encodings_file.write(output.partial, encodings)
             output.commit()
-            write_tracker(out, run.step)
-            prune(out, run.step, run.recipe.train.keep)
+            write_tracker(plan.out, run.step)
+            prune(plan.out, run.step, run.recipe.train.keep)
     run.world.barrier()
-    return output.path
 
 
 def _named(run: CoreRun) -> dict[int, str]:

@@ -30,9 +30,15 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
         weights=2 * (dense + experts),
         optimizer=round(12 * shared),
         gradients=4 * (dense + experts),
-        passes=round(pass_bytes(model, recipe, backend) / sizes.context * interleaved),
+        passes=round(pass_bytes(model, recipe, backend, _loss_bytes) / sizes.context * interleaved),
         process=PROCESS_GPU if gpu else PROCESS_OF_SEVERAL,
     )
+
+
+def _loss_bytes(logits: int) -> int:
+    """Megatron's vocab_parallel_cross_entropy holds all of them in FP32, beside the BF16 logits or their gradients,
+    and those that are made of the padding's."""
+    return (2 + 2 + 4) * logits
 
 
 def look_ahead_in_core(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:

@@ -36,22 +36,24 @@ class _NoStream:
 def stand_ins() -> Iterator[None]:
     """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. Most stand-ins stay
     in the process."""
-    _mend()
-    if torch.cuda.is_available():
+    let_adam_of_pytorch_be_loaded()
+    _mend_padding()
+    with contextlib.nullcontext() if torch.cuda.is_available() else without_cuda():
         yield
-        return
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """The same of what it asks of a GPU alone."""
     _stand_in_for_cuda()
     with _CudaToCpu():
         yield
 
 
 @cache
-def _mend() -> None:
-    from megatron.core.optimizer import distrib_optimizer
+def _mend_padding() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _let_adam_of_pytorch_be_loaded(distrib_optimizer.DistributedOptimizer)
     count_loads = TopKRouter._apply_expert_bias
 
     def without_padding(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
@@ -63,7 +65,7 @@ def _mend() -> None:
 
 @cache
 def _stand_in_for_cuda() -> None:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     cuda: Any = torch.cuda
@@ -80,7 +82,17 @@ def _stand_in_for_cuda() -> None:
         return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
 
     tensor.type = type_on_gpu
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
+    # Dropout is 0, so that layers which are computed again need no states
+    random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    again = random.CheckpointFunction.backward
+
+    def compute_again(*arguments: Any) -> Any:
+        with _CudaToCpu():  # the mode around a backward is not that of what it computes again
+            return again(*arguments)
+
+    random.CheckpointFunction.backward = staticmethod(compute_again)
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
@@ -90,9 +102,15 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _let_adam_of_pytorch_be_loaded(distributed: Any) -> None:
+@cache
+def let_adam_of_pytorch_be_loaded() -> None:
     """Where neither Transformer Engine nor Apex is, the optimizer is PyTorch's. That has no state before its first step
     and counts updates for each parameter, where a checkpoint has one count for all."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    distributed: Any = distrib_optimizer.DistributedOptimizer
     set_state, sharded = distributed._set_main_param_and_optimizer_states, distributed.sharded_state_dict
 
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:

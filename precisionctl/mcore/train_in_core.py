@@ -1,9 +1,7 @@
 """`resume --engine megatron-core`: the same command, recipe, data and folder as the bundled trainer's, trained by
 Megatron-Core with tensor, pipeline, context and expert parallelism."""
 
-import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -19,27 +17,28 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.ranks import Ranks
 from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore import core_checkpoint
+from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import look_ahead_in_core
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
-from precisionctl.trainer import run_plan
-from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.measure.preflight import Preflight, checkpoint_bytes, require_disk_space, require_memory
+from precisionctl.trainer.measure.preflight import checkpoint_bytes, require_disk_space, require_memory
 from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.resume import Finished, Started, locked, read_data
-from precisionctl.trainer.run_plan import DryRun, RunPlan, plan_run
+from precisionctl.trainer.run_plan import RunPlan, TrainingEngine, plan_run
 from precisionctl.trainer.saved import loading, run_folder
-from precisionctl.trainer.saved.balance import balance_notes
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe
-from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, stop_signals
+from precisionctl.trainer.start import FC2_OF_EXPERTS, unused
+from precisionctl.trainer.stopping import SkippedSteps, agreed_stop, deadline, stop_signals
 
 _OLDEST = (0, 16)
 
@@ -52,36 +51,34 @@ def resume(
 ) -> Finished:
     """As `trainer.resume.resume`, with Megatron-Core. Raises EnvironmentProblem if it is not installed, and RecipeError
     for what it is not asked for here."""
-    limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
-    until = time.monotonic() + limit
+    until = deadline(settings.time_limit)
     require_core()
-    with together() as ranks, stand_ins():
+    with together() as ranks, core_log() as log_goes_to, stand_ins():
         recipe = read_recipe(settings)
-        check(settings, recipe, ranks.count)
-        with core_world(ranks, recipe) as world:
-            plan = plan_run(settings, recipe, ranks.count)
-            check_model(plan.model, recipe)
-            check_balance(plan.balance)
-            if recipe.precision.fp8 and plan.backend != "te":
-                raise EnvironmentProblem(
-                    "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
-                    do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
-                )
-            with locked(plan.out, world):
-                return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
+        plan = plan_run(settings, recipe, ranks.count, CORE)
+        if recipe.precision.fp8 and plan.backend != "te":
+            raise EnvironmentProblem(
+                "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+            )
+        if recipe.parallel.context > 1 and plan.backend != "te":
+            raise EnvironmentProblem(
+                "context parallelism in Megatron-Core is Transformer Engine's, and this machine does not run it",
+                do="Leave parallel.context out.",
+            )
+        with core_world(ranks, recipe) as world, locked(plan.out, world):
+            log_goes_to(plan.out if world.first else None)
+            return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
 
 
-def dry_run(settings: Settings) -> DryRun:
-    """As `run_plan.dry_run`, for Megatron-Core, which need not be installed. Raises as `resume`."""
+def _check(plan: RunPlan, ranks: int) -> None:
+    check(plan.settings, plan.recipe, ranks)
+    check_model(plan.model, plan.recipe)
+    check_balance(plan.balance)
 
-    def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-        check(settings, recipe, ranks)
-        check_model(model, recipe)
-        return look_ahead_in_core(model, recipe, backend, ranks)
 
-    dry = run_plan.dry_run(settings, look_ahead)
-    check_balance(dry.plan.balance)
-    return dry
+CORE = TrainingEngine(_check, look_ahead_in_core)
+"""Megatron-Core, which need not be installed for it."""
 
 
 def require_core() -> None:
@@ -194,6 +191,7 @@ def _train(
     rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
     identity = plan.identity_with(rows.fingerprint)
     newest = run_folder.newest(plan.out)
+    sidecar_state, state_notes = _carried_state(plan, newest)
     begin = None if newest else _convert_source(plan, rows, ranks, world)
     run = CoreRun(recipe, plan.model, rows, world, plan.schedule, plan.balance, te=plan.backend == "te")
     if newest:
@@ -205,7 +203,7 @@ def _train(
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
-            notes = (*memory_notes, *_notes(plan, ranks.count), *rows.notes)
+            notes = (*memory_notes, *_notes(plan, ranks.count), *state_notes, *rows.notes)
             said = (plan.load, plan.skipped, plan.backend, disk)
             on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
@@ -218,16 +216,29 @@ def _train(
             if stop or run.step == recipe.train.steps or run.step % recipe.train.save_every == 0:
                 if log:
                     log.sync()
-                core_checkpoint.save(run, plan.out, identity, plan.plan.targets, plan.source.companions)
+                core_checkpoint.save(run, plan, identity, sidecar_state)
             if stop:
                 return Finished(run.step, plan.out / directory_name(run.step), stop, world.first)
     return Finished(run.step, plan.out / directory_name(run.step), None, world.first)
 
 
+def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8States | None, tuple[str, ...]]:
+    """The FP8 state that the run does not use but saves again, and notes on it."""
+    if newest:
+        return sidecar.find(newest.path), ()
+    path, known, delayed = plan.source.path, plan.known, plan.recipe.precision.keeps_state
+    beside = sidecar.find(path) if path and "fp8" not in plan.skipped else None
+    states, left = unused(known, beside, plan.plan.gemms if delayed else ())
+    current = known.current
+    if delayed and current is None:
+        left += (f"{known.why_none}: activations and gradients start at scale 1, as Megatron-Core has no warm-up",)
+    elif delayed and plan.model.moe and current and not current.has_router_weights:
+        left += (f"{FC2_OF_EXPERTS} without the router's weights, which Megatron-Core multiplies them by",)
+    return states, (*known.notes, *left)
+
+
 def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any], plan: RunPlan) -> None:
-    saved = run_folder.read_saved(newest.path)
-    assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
-    run_folder.check_same(saved, identity, plan.out)
+    saved = run_folder.read_same(newest, identity, plan.out)
     core_checkpoint.load(run, newest.path, loading.trained_run(newest).updates)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
@@ -277,8 +288,6 @@ def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
     yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
-    yield from balance_notes(plan.model, plan.balance)
-    overrides = plan.settings.overrides
-    yield from loading.loading_notes(plan.recipe, plan.schedule, plan.source, plan.skipped, overrides)
+    yield from plan.notes()
     if plan.recipe.train.async_save:
         yield "train.async_save: Megatron-Core's checkpoints are written while the run waits"

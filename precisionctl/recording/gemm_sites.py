@@ -60,7 +60,7 @@ def find_sites(model: nn.Module, precision: Precision) -> Sites:
     """The sites of a model of transformers or Megatron-Core whose GEMMs `precision` has in FP8. Raises
     UnknownArchitecture for a model of another kind or without a table, PrecisionError for GEMMs that no module computes
     alone."""
-    if hasattr(getattr(model, "config", None), "model_type"):
+    if in_transformers(model):
         return _of_transformers(model, precision)
     if any(_LAYER.search(name) for name, _ in model.named_modules()):
         return _of_megatron(model, precision)
@@ -68,6 +68,11 @@ def find_sites(model: nn.Module, precision: Precision) -> Sites:
         f"`{type(model).__name__}` is a model of neither transformers nor Megatron-Core",
         do="Give the model itself: what an adapter or another wrapper makes of it has other names.",
     )
+
+
+def in_transformers(model: nn.Module) -> bool:
+    """Whether a model is transformers', by its config."""
+    return hasattr(getattr(model, "config", None), "model_type")
 
 
 def _of_transformers(model: nn.Module, precision: Precision) -> Sites:

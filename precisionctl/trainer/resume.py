@@ -1,8 +1,6 @@
 """`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
 
 import gc
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -39,13 +37,12 @@ from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import RunPlan, check_graph_rows, plan_run
 from precisionctl.trainer.saved import loading, run_folder
-from precisionctl.trainer.saved.balance import balance_notes
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
 from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
-from precisionctl.trainer.stopping import SkippedSteps, Stop
+from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,7 @@ def resume(
     Raises RecipeError, DataError, OutputError (another run is in `out`), and as `open_checkpoint`. If several ranks
     fail, one raises the error and the others SystemExit.
     """
-    limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
-    until = time.monotonic() + limit
+    until = deadline(settings.time_limit)
     with together() as ranks:
         recipe = read_recipe(settings)
         with world(ranks, recipe) as here:
@@ -229,9 +225,7 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
 
 def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollback | None) -> Fp8Start:
     """Load everything from the newest iteration in the run's own folder."""
-    saved = run_folder.read_saved(newest.path)
-    assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
-    run_folder.check_same(saved, setup.identity, setup.out)
+    saved = run_folder.read_same(newest, setup.identity, setup.out)
     loading.load_rng(newest)
     assert loading.has_optimizer(newest), "every run of ours saves its optimizer"
     loading.load_optimizer(newest, run)
@@ -263,12 +257,7 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
-    overrides = setup.settings.overrides
-    yield from loading.loading_notes(run.recipe, run.schedule, setup.source, setup.skipped, overrides)
+    yield from setup.notes()
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
-    if setup.source.fp8 is not None and not run.recipe.precision.fp8:
-        how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
-        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in setup.skipped else how}"
-    yield from balance_notes(setup.model, setup.balance)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

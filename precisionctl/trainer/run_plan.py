@@ -1,7 +1,7 @@
 """A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
 begins with it, and `--dry-run` ends here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.saved import loading, run_folder
-from precisionctl.trainer.saved.balance import balance_of
+from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
@@ -58,24 +58,52 @@ class RunPlan:
         data = self.recipe.data
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
+    def notes(self) -> Iterator[str]:
+        """What the user is to know of it, whatever trains."""
+        yield from loading.loading_notes(self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
+        if self.source.fp8 is not None and not self.recipe.precision.fp8:
+            how = "is carried along in the sidecar, unused"
+            if self.settings.collect_amax:
+                how = "goes on with what is collected"
+            yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in self.skipped else how}"
+        yield from balance_notes(self.model, self.balance)
+
     def identity_with(self, data: str) -> Mapping[str, Any]:
         """The identity of this run (`run_folder.identity`) with data of this fingerprint."""
         start = dict(self.settings.start) | ({"schedule": "the checkpoint's"} if self.schedule else {})
         return run_folder.identity(self.source, data, self.recipe, load=self.load, **start)
 
 
-def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
-    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written. For
-    another engine than the bundled trainer, its checks are its own.
+@dataclass(frozen=True)
+class TrainingEngine:
+    """What trains, as far as a plan asks it.
 
-    Raises as `open_hinted` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
-    recipe that does not fit the ranks or the model, PrecisionError for GEMM sizes that FP8 does not take,
-    UnknownArchitecture for a model that the trainer does not compute, and EnvironmentProblem for a backend that this
-    machine does not have.
+    `check` raises RecipeError for a plan that does not fit so many ranks, or asks for what the engine has not, and
+    UnknownArchitecture for a model that it does not compute. `look_ahead` says what a run of the recipe takes on them.
     """
-    bundled = settings.engine == "bundled"
-    if bundled:
-        world.check(ranks, recipe)
+
+    check: Callable[[RunPlan, int], None]
+    look_ahead: Callable[[ModelShape, Recipe, BackendName, int], Preflight]
+
+
+def _check_bundled(plan: RunPlan, ranks: int) -> None:
+    recipe, model = plan.recipe, plan.model
+    world.check(ranks, recipe)
+    shards.check(model, recipe.parallel)
+    check_graphs(recipe, model, plan.backend, ranks)
+    GPT(model, recipe.precision.of_layers(model.num_layers), device="meta")  # takes no memory, and refuses the rest
+
+
+BUNDLED = TrainingEngine(_check_bundled, look_ahead)
+
+
+def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEngine = BUNDLED) -> RunPlan:
+    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written.
+
+    Raises as `open_hinted`, `make_plan` and the engine's `check`, OutputError for a folder that the checkpoint is
+    in, RecipeError for a recipe that does not fit the model, PrecisionError for GEMM sizes that FP8 does not take, and
+    EnvironmentProblem for a backend that this machine does not have.
+    """
     run_folder.check_place(settings.folder, settings.checkpoint)
     source = open_hinted(settings.checkpoint, None, None, settings.reference, None)
     load, skipped = loading.what_to_load(source, settings.load, settings.skip)
@@ -83,16 +111,13 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
-    precision = recipe.precision.of_layers(plan.model.num_layers)
-    if bundled:
-        shards.check(plan.model, recipe.parallel)
-        check_graphs(recipe, plan.model, backend, ranks)
-        GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
     if settings.collect_amax:
-        check_fp8_gemms(plan, replace(precision, fp8=True))
+        check_fp8_gemms(plan, replace(recipe.precision.of_layers(plan.model.num_layers), fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
     balance = balance_of(source, recipe.router)
-    return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
+    made = RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known, balance)
+    engine.check(made, ranks)
+    return made
 
 
 def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:
@@ -118,10 +143,6 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
         raise RecipeError(f"train.graphs asks for CUDA graphs of the layers, but {reasons[0]}", do="Leave it out.")
 
 
-LookAhead = Callable[[ModelShape, Recipe, BackendName, int], Preflight]
-"""What a run of a recipe takes on so many ranks."""
-
-
 @dataclass(frozen=True)
 class DryRun:
     """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
@@ -135,14 +156,13 @@ class DryRun:
     speaks: bool
 
 
-def dry_run(settings: Settings, look_ahead: LookAhead = look_ahead) -> DryRun:
-    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read. What it
-    takes is told by `look_ahead`.
+def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
+    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
 
     Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors.
     """
     with together() as ranks:
-        plan = plan_run(settings, read_recipe(settings), ranks.count)
+        plan = plan_run(settings, read_recipe(settings), ranks.count, engine)
         with open_tokenizer(plan.source.companions) as tokenizer:
             tokenizer.check()
             for data in filter(None, (plan.recipe.data, plan.held_out)):
@@ -150,7 +170,7 @@ def dry_run(settings: Settings, look_ahead: LookAhead = look_ahead) -> DryRun:
                     check_there(Path(path), tokenizer)
         saved, train = run_in_folder(plan), plan.recipe.train
         step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
-        ahead = look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
+        ahead = engine.look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
         disk = disk_space(checkpoint_bytes(plan.source), train, plan.out)
         return DryRun(plan, step, saved is not None, ahead, disk, ranks.first)
 

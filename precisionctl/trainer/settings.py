@@ -36,7 +36,6 @@ class Settings:
     fp8_state: Path | None = None
     shadow_every: int | None = None
     time_limit: timedelta | None = None
-    engine: Literal["bundled", "megatron-core"] = "bundled"
 
     @property
     def folder(self) -> Path:

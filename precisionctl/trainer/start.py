@@ -9,7 +9,7 @@ that has seen no token starts with the largest amax of the other experts in its 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -28,7 +28,7 @@ from precisionctl.fp8.carry import (
     under_recipe,
 )
 from precisionctl.fp8.numerics import amax, change_recipe
-from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.loop import backward
@@ -49,7 +49,11 @@ StateOrigin = Literal[
 CALIBRATED = "precisionctl calibrate"
 """The `producer` of state from `calibrate`."""
 
-_PRODUCERS: Mapping[str, StateOrigin] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
+_PRODUCERS: Mapping[str, StateOrigin] = {
+    COLLECTED: "collected in BF16 training",
+    CALIBRATED: "calibrated",
+    BY_RECORDER: "calibrated",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     scale 1 and empty histories everywhere. `sidecar_state` is what the checkpoint itself carried along unused. Raises
     MappingError for state of another number of experts."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
-    carried, left = _unused((*state.usable, state.outdated, sidecar_state), linears)
+    carried, left = unused(state, sidecar_state, linears)
     if not linears:
         return Fp8Start({}, carried, left)
     fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
@@ -92,6 +96,8 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     }
     change = carry_state(Fp8States(recipe, first), amax_by_module(_weight_amax(run, linears), shapes), recipe)
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
+    if any(states.has_router_weights for states in state.usable):
+        left += (f"{FC2_OF_EXPERTS} with the router's weights, as Megatron-Core has them, and here they come after it",)
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
@@ -113,6 +119,9 @@ def continue_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -
         assert saved is not None, "an FP8 run with linears that keep state saves it"
         linear.set_fp8_state(saved.modules[name])
     return Fp8Start({"carried": _all_gemms(linears)} if linears else {}, carried)
+
+
+FC2_OF_EXPERTS = "the first steps may saturate: inputs of experts' linear_fc2 were recorded"
 
 
 def _shape(linear: Fp8Linear) -> tuple[int, ...]:
@@ -159,12 +168,12 @@ def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
     return all(bool(state.roles[role].recorded_each.all()) for role in IN_USE if role != "weight")
 
 
-def _unused(
-    ways: Iterable[Fp8States | None], linears: Mapping[str, Fp8Linear]
+def unused(
+    state: KnownState, sidecar_state: Fp8States | None, linears: Collection[str]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
-    """The state of modules that are not FP8 linears of the run, to be carried along: from the first of `ways` that has
-    any, as they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
-    rests = [states.without(linears) for states in ways if states]
+    """The state of modules that are not FP8 `linears` of the run, to be carried along: from the first that has any, as
+    they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
+    rests = [states.without(linears) for states in (*state.usable, state.outdated, sidecar_state) if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
     notes = (f"older FP8 state of {len(left)} modules is left behind, e.g. of {left[0]}",) if left else ()

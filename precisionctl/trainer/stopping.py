@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Literal
 
@@ -18,6 +19,11 @@ Stop = signal.Signals | Literal["time limit"]
 
 _OUT_OF_TIME = 1 << 10
 """Above every signal's number."""
+
+
+def deadline(limit: timedelta | None) -> float:
+    """When a run that begins now is to stop, by `time.monotonic`: after `limit`; never without one."""
+    return time.monotonic() + (math.inf if limit is None else limit.total_seconds())
 
 
 def agreed_stop(world: World, received: list[signal.Signals], until: float) -> Stop | None:

@@ -14,6 +14,7 @@ from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.mcore.core_world import core_world
 from precisionctl.mcore.stand_ins import stand_ins
+from precisionctl.mcore.train_in_core import CORE
 from precisionctl.trainer.loop import update
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -43,12 +44,11 @@ def main(folder: Path, keys: list[str]) -> None:
         next(folder.glob("text.*")),
         folder / "run",
         overrides=tuple(keys),
-        engine="megatron-core",
     )
     with together() as ranks, stand_ins():
         recipe = read_recipe(settings)
         with core_world(ranks, recipe) as world:
-            plan = plan_run(settings, recipe, ranks.count)
+            plan = plan_run(settings, recipe, ranks.count, CORE)
             rows, _ = read_data(plan, lambda count: None, 1)
             execute(plan_command(Request(folder / "source", folder / "start", "megatron")), ranks=ranks)
             world.barrier()

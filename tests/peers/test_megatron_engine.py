@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_wrappers
+import torch
 from conversations import write_rows
 from judges import LLAMA_3_1
-from training import WORDS, make_source, make_text
+from training import WORDS, contents, make_source, make_text
+
+from precisionctl import api
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 
 STEPS, FROM, KILLED, BACK = 60, 10, 34, 40
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -52,7 +58,7 @@ def start(place: Path, out: str, *options: str, ranks: int = 1) -> subprocess.Po
     command = [sys.executable, *torchrun, "-m", "precisionctl", "resume", place / "source", "--precision", "bf16"]
     return subprocess.Popen(
         [*command, "--data", place / "text.txt", "--out", place / out, *keys, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,7 +155,7 @@ def test_in_fp32_both_engines_make_the_same_losses_to_their_last_bits(tmp_path: 
     make_source(tmp_path / "source", family=family, **changes)
     make_text(tmp_path / "text.txt", words=6000)
     _, ranks = by_core(sizes)
-    keys = RECIPE | {"train.steps": 30} | (BALANCE if case == "experts" else {})
+    keys = RECIPE | {"train.steps": 30, "train.recompute": "layer"} | (BALANCE if case == "experts" else {})
     keys |= {f"parallel.{name}": size for name, size in sizes.items()}
     expected, core = in_fp32(tmp_path, keys, ranks)
     print(f"{case} in FP32: differ by at most {max(abs(a - b) for a, b in zip(expected, core, strict=True))}")
@@ -167,11 +173,33 @@ def test_an_optimizer_that_megatron_would_save_wrongly_is_refused(tmp_path: Path
     assert not list((tmp_path / "core").glob("iter_*"))
 
 
+def test_what_is_not_trained_is_saved_as_by_the_bundled_trainer(tmp_path: Path) -> None:
+    """A wrapper's towers, how weights were codes, FP8 state that nothing uses, and what Bridge reads of the model."""
+    tiny_wrappers.save(tmp_path / "plain", "llava", dtype=torch.bfloat16)
+    request = api.Request.export(tmp_path / "plain", tmp_path / "source", "vllm", "dynamic")
+    api.convert(request, workers=1)
+    state = Fp8States(DelayedScaling(amax_history_len=4), {"decoder.layers.1.mlp.linear_fc2": Fp8State.fresh(4)})
+    sidecar.write(tmp_path / "source" / sidecar.RELATIVE, state)
+    make_text(tmp_path / "text.txt")
+    for out, options in (("bundled", ()), ("core", ("--engine", "megatron-core"))):
+        for steps in (2, 3):  # the second time it goes on
+            said = finish(
+                start(tmp_path, out, *options, "--set", f"train.steps={steps}", "--set", "schedule.kind=constant")
+            )
+            assert steps == 3 or "FP8 state is carried along in the sidecar, unused" in said
+    bundled, core = (contents(tmp_path / out / "iter_0000003", "run.json") for out in ("bundled", "core"))
+    saved = {name for name in bundled if name.startswith("precisionctl/") or name == "run_config.yaml"}
+    assert {"precisionctl/encodings.safetensors", "precisionctl/hf/towers.safetensors", str(sidecar.RELATIVE)} < saved
+    assert {name: bundled[name] for name in saved} == {name: core.get(name) for name in saved}
+
+
 def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:
     make_source(tmp_path / "source", rope_parameters=LLAMA_3_1)
     make_text(tmp_path / "text.txt")
     left = tmp_path / "core" / "start" / "release"
     left.mkdir(parents=True)
     (left / "of another start").touch()
-    finish(start(tmp_path, "core", "--engine", "megatron-core", "--set", "train.steps=2"))
+    said = finish(start(tmp_path, "core", "--engine", "megatron-core", "--set", "train.steps=2"))
+    log = (tmp_path / "core" / "megatron.log").read_text()
+    assert "megatron" in log and "corrupted" not in log + said and "Warning" not in said
     assert not list((tmp_path / "core").glob("start*")) and list((tmp_path / "core").glob("iter_*"))

@@ -17,7 +17,7 @@ from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import ColumnOrder, Directions
 from precisionctl.fp8.numerics import change_recipe
-from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.state import BY_TE, CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def as_states(
         decoded.recipe or DelayedScaling(),
         decoded.modules,
         decoded.raw,
-        producer if type(producer) is str else "transformer_engine",
+        producer if type(producer) is str else BY_TE,
         recorded_at if type(recorded_at) is int else None,
         of_weights=weights if type(weights) is str else None,
         notes=tuple(decoded.notes),

@@ -75,25 +75,40 @@ def files_of(towers: Chunked) -> set[Path]:
     return {chunk.place for name in towers.specs for chunk in towers.chunks(name) if isinstance(chunk.place, Path)}
 
 
+class TowersWriter:
+    """A Writer of the towers that are kept in the `directory` of an iteration."""
+
+    def __init__(self, directory: Path, towers: Mapping[str, TensorSpec], max_shard_size: int = MAX_SHARD_SIZE) -> None:
+        self.directory, self.specs = directory, towers
+        named = {name.removeprefix(TOWERS): spec for name, spec in towers.items()}
+        self._files = WeightFiles(directory / COMPANIONS, named, max_shard_size, FORMAT)
+
+    def lay_out(self) -> None:
+        self._files.directory.mkdir(parents=True, exist_ok=True)
+        self._files.lay_out()
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._files.chunks(name.removeprefix(TOWERS))
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        self._files.write_index(of_one=True)  # nothing else says how many there are
+
+
 class WithTowers:
     """A Writer of a Megatron checkpoint, and of the towers that go with it."""
 
     def __init__(self, text: Writer, towers: Mapping[str, TensorSpec], max_shard_size: int = MAX_SHARD_SIZE) -> None:
         self.directory, self._text = text.directory, text
         self.specs: Mapping[str, TensorSpec] = {**text.specs, **towers}
-        named = {name.removeprefix(TOWERS): spec for name, spec in towers.items()}
-        self._towers = WeightFiles(self.directory / COMPANIONS, named, max_shard_size, FORMAT)
+        self._towers = TowersWriter(self.directory, towers, max_shard_size)
 
     def lay_out(self) -> None:
         self._text.lay_out()
-        self._towers.directory.mkdir(parents=True, exist_ok=True)
         self._towers.lay_out()
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        if name.startswith(TOWERS):
-            return self._towers.chunks(name.removeprefix(TOWERS))
-        return self._text.chunks(name)
+        return (self._towers if name.startswith(TOWERS) else self._text).chunks(name)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        self._towers.write_index(of_one=True)  # nothing else says how many there are
+        self._towers.finish(fp8)
         self._text.finish(fp8)

@@ -7,15 +7,16 @@ counted as the trainer's modules save them, which tests compare with what autogr
 counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from precisionctl.model_shape import GatedDeltaNet, ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import indexer, mlp, projections
 from precisionctl.trainer.model import delta_rule
-from precisionctl.trainer.model.loss import CHUNK, CHUNK_ON_CPU
+from precisionctl.trainer.model.loss import loss_bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
-    passes = pass_bytes(model, recipe, backend)
+    passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu))
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
@@ -134,9 +135,9 @@ def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool)
     return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
-def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
-    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss and what a layer's
-    backward take besides."""
+def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_bytes: Callable[[int], int]) -> int:
+    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss takes for so many
+    logits, and what a layer's backward takes besides."""
     kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
@@ -146,18 +147,13 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     if model.moe:
         widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
-    numbers = model.padded_vocab_size * tokens // kept.tensor
-    logits = LOGIT * numbers + LOGIT_IN_FP32 * min(numbers, CHUNK_ON_CPU if backend == "emulated" else CHUNK)
+    logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
         held = sum(codes) if recipe.casts_once else 0
         return round(inputs + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
-
-
-LOGIT, LOGIT_IN_FP32 = 2 + 2, 4 + 4
-"""Bytes for each logit, with its gradient; and for each of a chunk in FP32, with another number that is made of it."""
 
 
 @dataclass(frozen=True)

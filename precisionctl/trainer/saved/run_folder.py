@@ -223,6 +223,14 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
         raise OutputError(f"another run is there: it differs in {', '.join(differing)}", where=out, do=do)
 
 
+def read_same(newest: TorchDistReader, wanted: Mapping[str, Any], out: Path) -> Saved:
+    """The `run.json` of the iteration that `newest` has found in `out`. Raises as `read_saved` and `check_same`."""
+    saved = read_saved(newest.path)
+    assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
+    check_same(saved, wanted, out)
+    return saved
+
+
 def sign(partial: Path, saved: Saved) -> None:
     """Write `run.json` into a new iteration, before anything else, as only iterations with it may be pruned."""
     (partial / RUN_FILE).parent.mkdir()

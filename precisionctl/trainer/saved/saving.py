@@ -81,19 +81,10 @@ class Saver:
         iteration = self._begin()
         in_background, live = self._run.recipe.train.async_save, _live_model(self._run)
         tensors = (Snapshot.of(live) if in_background else live) if self._run.world.writes else None
-        copy = self._copy_towers if self._towers and self._run.world.first else None
+        copy = partial(copy_towers, self._towers, self._source) if self._towers and self._run.world.first else None
         self._pending = PendingSave(iteration, tensors, copy)
         if not in_background:
             self.finish()
-
-    def _copy_towers(self, writer: Writer) -> None:
-        """Copy what the source has besides its text model, and sync it."""
-        assert self._towers is not None, "asked for where there are some"
-        worker = Worker(self._towers, self._source, writer)
-        for job in self._towers.jobs:
-            worker.do(job)
-        chunks = (chunk for name in self._towers.targets for chunk in writer.chunks(name))
-        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
 
     def poll(self) -> None:
         """End the pending save if all ranks have written it. Raises the error of a rank that failed."""
@@ -224,6 +215,15 @@ class PendingSave:
                     self._copy_towers(self.iteration.writer)
         except BaseException as error:
             self._error = error
+
+
+def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
+    """Copy what the source has besides its text model, and sync it."""
+    worker = Worker(towers, source, writer)
+    for job in towers.jobs:
+        worker.do(job)
+    chunks = (chunk for name in towers.targets for chunk in writer.chunks(name))
+    sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
 
 
 def with_optimizer(plan: Plan) -> Plan:

@@ -1,0 +1,42 @@
+"""What megatron-core and PyTorch say by Python's warnings and logging while they train: in a file of the run's folder,
+as it would hide the run's own lines. Errors are shown all the same."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+FILE = "megatron.log"
+
+
+@contextmanager
+def core_log() -> Iterator[Callable[[Path | None], None]]:
+    """A context in which warnings are kept until the function that it gives is told of a run's folder, and then go to
+    the file there; with None they are dropped, as on all ranks but one."""
+    kept, errors = MemoryHandler(capacity=1, flushLevel=logging.WARNING), logging.StreamHandler()
+    kept.setLevel(logging.WARNING)
+    kept.addFilter(_is_true)
+    errors.setLevel(logging.ERROR)
+    with ExitStack() as until:
+
+        def goes_to(folder: Path | None) -> None:
+            there: logging.Handler = logging.NullHandler()
+            if folder:
+                there = logging.FileHandler(folder / FILE, delay=True, encoding="utf-8")
+                there.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+                until.callback(there.close)
+            kept.setTarget(there)
+            kept.flush()
+
+        for handler in (kept, errors):
+            logging.getLogger().addHandler(handler)
+            until.callback(logging.getLogger().removeHandler, handler)
+        logging.captureWarnings(True)
+        until.callback(logging.captureWarnings, False)
+        yield goes_to
+
+
+def _is_true(record: logging.LogRecord) -> bool:
+    """Not so is that a checkpoint is the rest of a broken one: `run.json` is in its folder before megatron-core."""
+    return not record.getMessage().startswith("Overwriting old incomplete / corrupted checkpoint")

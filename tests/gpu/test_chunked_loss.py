@@ -1,0 +1,28 @@
+"""The loss of large vocabularies: what PyTorch makes of all logits in FP32, in the memory of a chunk of them."""
+
+import torch
+import torch.nn.functional as F
+
+from precisionctl.trainer.model.loss import CHUNK, loss
+
+TOKENS, REAL, PADDED = 1024, 65_000, 65_536
+
+
+def test_the_chunked_loss_is_cross_entropy_in_the_memory_of_a_chunk() -> None:
+    """As memory.py counts it: a gradient in the logits' dtype, and a chunk twice in FP32."""
+    assert TOKENS * PADDED == 4 * CHUNK
+    logits = torch.randn(1, TOKENS, PADDED, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(REAL, (1, TOKENS), device="cuda")
+    mask = torch.rand(1, TOKENS, device="cuda") < 0.9
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    total, count = loss(logits, targets, mask, REAL)
+    total.backward()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * logits.numel() + 8 * CHUNK + (8 << 20)
+    assert count == mask.sum() and logits.grad is not None
+    wide = logits.detach()[0, :, :REAL].float().requires_grad_()
+    expected = F.cross_entropy(wide, targets[0].masked_fill(~mask[0], -100), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    assert wide.grad is not None and logits.grad[0, :, REAL:].count_nonzero() == 0
+    assert (logits.grad[0, :, :REAL].float() - wide.grad).norm() < 2**-8 * wide.grad.norm()

@@ -1,0 +1,60 @@
+"""`resume --engine megatron-core` on Transformer Engine, beside the bundled trainer on Transformer Engine."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrating import asked
+from training import make_source, make_text, settings
+
+from precisionctl import api
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.mcore import train_in_core
+from precisionctl.trainer.resume import resume
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+KEYS = {"train__steps": 12, "train__save_every": 12, "train__batch_size": 4, "train__micro_batch_size": 2}
+KEYS |= {"data__sequence_length": 128, "optimizer__lr": 0.001}
+CASES: dict[str, dict[str, Any]] = {
+    "BF16": {"precision": "bf16"},
+    "delayed": {"precision": "fp8"},
+    "current": {"precision": "fp8", "precision__scaling": "current"},
+    "block": {"precision": "fp8", "precision__scaling": "block"},
+    "MXFP8": {"precision": "fp8", "precision__scaling": "mxfp8"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source with FP8 state, as Megatron-Core has no warm-up."""
+    folder = tmp_path_factory.mktemp("core")
+    make_source(folder / "plain", dtype=torch.bfloat16, **SIZES)
+    make_text(folder / "text.txt", words=20_000)
+    api.calibrate(replace(asked(folder, folder / "state"), checkpoint=folder / "plain"))
+    made = api.Request(folder / "plain", folder / "source", "hf", "bf16", fp8_state=folder / "state")
+    api.convert(made, workers=1)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_core_on_te_trains_as_the_bundled_trainer_on_te(case: str, place: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: its wheel is to be carried")
+    if torch.cuda.get_device_name() == "a CPU that stands in":
+        pytest.skip("NCCL and Megatron-Core's fused kernels have no stand-ins")
+    if case == "MXFP8" and torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("MXFP8 wants compute capability 10.0 or higher")
+    losses: dict[str, list[float]] = {"bundled": [], "core": []}
+    for engine, train in (("bundled", resume), ("core", train_in_core.resume)):
+        out, made = tmp_path / engine, losses[engine]
+        asked_for = settings(place / "source", place / "text.txt", out, **KEYS | CASES[case])
+        train(replace(asked_for, backend="te"), lambda started: None, lambda step, made=made: made.append(step.loss))
+    assert losses["core"] == pytest.approx(losses["bundled"], rel=0.003 if case == "BF16" else 0.01)
+    assert losses["core"][-1] < losses["core"][0]
+    state = TorchDistReader(tmp_path / "core" / "iter_0000012").fp8
+    assert (state is not None) == (case == "delayed")
+    for step in state.modules.values() if state else ():
+        assert step.roles["grad_output"].amax_history.count_nonzero() > 0
