@@ -20,7 +20,7 @@ from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER,
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import other_counts
+from precisionctl.checkpoints.trainer_run import different_counts
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import STATE, TensorSpec
@@ -54,7 +54,7 @@ class FsdpDtensorReader(TorchDistReader):
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
         """Raises CheckpointError where parameters had different numbers of updates."""
         if len(self._counts) > 1:
-            raise CheckpointError(other_counts(self._counts), where=self.path, do=DROP_OPTIMIZER)
+            raise CheckpointError(different_counts(self._counts), where=self.path, do=DROP_OPTIMIZER)
         states = {name: spec for name, spec in self._of_optimizer.items() if name not in self._steps}
         return {**self._masters, **states}
 

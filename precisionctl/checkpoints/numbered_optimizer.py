@@ -16,7 +16,14 @@ from typing import Any
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings, lost_settings, number, stored_group
+from precisionctl.checkpoints.trainer_run import (
+    TrainerRun,
+    adam_settings,
+    different_counts,
+    lost_settings,
+    number,
+    stored_group,
+)
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
@@ -204,7 +211,7 @@ class NumberedOptimizer:
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
             counts = {number(state["step"], self.path) for state in states.values()}
         if len(counts) != 1:
-            raise CheckpointError("its parameters had other numbers of updates", where=self.path, do=DROP_OPTIMIZER)
+            raise CheckpointError(different_counts(counts), where=self.path, do=DROP_OPTIMIZER)
         groups = [stored_group(one, self.path) for one in stored]
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups, self.path), (*left, *lost_settings(groups)))

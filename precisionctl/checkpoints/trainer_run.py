@@ -166,7 +166,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def other_counts(updates: Iterable[int]) -> str:
+def different_counts(updates: Iterable[int]) -> str:
     """In words, that Adam has counted each parameter's updates by itself: one count has no place for it."""
     return f"its parameters had different numbers of updates: {shown(sorted(updates))}"
 

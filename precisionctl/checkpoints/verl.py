@@ -28,7 +28,7 @@ from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import number, other_counts, stored_group
+from precisionctl.checkpoints.trainer_run import different_counts, number, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
@@ -104,7 +104,7 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
     if not updates:
         return saved  # it has made none
     if len(updates) > 1:
-        return replace(saved, unread=other_counts(updates))
+        return replace(saved, unread=different_counts(updates))
     try:
         moments = {kind: _moments(states, kind, groups, parameters) for kind in MOMENTS}
     except DamagedCheckpoint:

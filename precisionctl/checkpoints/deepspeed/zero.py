@@ -36,7 +36,7 @@ from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_run import number, other_counts, stored_group
+from precisionctl.checkpoints.trainer_run import different_counts, number, stored_group
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
@@ -150,7 +150,9 @@ def _counts(contents: Iterable[_RankStates]) -> Iterable[Any]:
 def _same_number(contents: Sequence[_RankStates]) -> int | None:
     counted = set().union(*(rank.updates for rank in contents))
     if len(counted) > 1:
-        raise DamagedCheckpoint(other_counts(counted), where=contents[0].path, do="Is each file of this checkpoint?")
+        raise DamagedCheckpoint(
+            different_counts(counted), where=contents[0].path, do="Is each file of this checkpoint?"
+        )
     return counted.pop() if counted else None
 
 
@@ -253,7 +255,7 @@ def _without_zero(states: ModelStates) -> SavedStates:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
         updates = {number(state["step"], path) for state in inner["state"].values()}
     if len(updates) > 1:
-        return replace(saved, unread=other_counts(updates))
+        return replace(saved, unread=different_counts(updates))
     masters = found.pop(_PARAM)
     _check_order(masters, states)
     weights = stored | {name: masters[first] for name, first in firsts.items() if first in masters}
