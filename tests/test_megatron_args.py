@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 from pico import make
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
@@ -61,7 +60,7 @@ def test_a_checkpoint_has_every_argument_that_some_version_of_megatron_reads_and
     args = TorchDistReader(tmp_path).args
     assert args.keys() == READ | READ_SINCE_0_17 | COMPARED | ASKED | DESCRIBING
     assert not args.keys() & READ_OF_OTHER_MODELS
-    assert (args["params_dtype"], args["fp16"], args["bf16"]) == (torch.float16, True, False)
+    assert (args["params_dtype"], args["fp16"], args["bf16"]) == (DType.float16, True, False)
     assert args["tensor_model_parallel_size"] == 2
 
 

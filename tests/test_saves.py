@@ -119,7 +119,6 @@ def test_a_run_that_is_out_of_time_saves_stops_and_goes_on(
 ) -> None:
     out, now = tmp_path / "run", [1000.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr("precisionctl.trainer.resume.time.monotonic", lambda: now[0])
 
     def a_minute(step: StepMetrics) -> None:
         now[0] += 60

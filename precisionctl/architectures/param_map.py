@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Place = Mapping[str, int]
 """The numbers for a row's placeholders."""
 
+_MOST_ROWS = 1 << 24
+"""More than any model's tensor has. A config from a stranger may say more, and NumPy would take the memory."""
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -111,7 +114,7 @@ class Row:
         whole = self.shape(model)
         if layout == "megatron":
             return (whole,)
-        if self.is_row_permutation(model):
+        if self.is_row_permutation(model) and whole[0] <= _MOST_ROWS:
             moved = self.rearrangement.split(np.empty((whole[0], 1), np.uint8), model)
             return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing

@@ -13,6 +13,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from precisionctl.dtypes import DType
@@ -158,15 +159,15 @@ _SCALARS = (str, bytes, int, float, bool, type(None))
 
 def _check_keys(keys: Iterable[Any]) -> None:
     """Raise UnpicklingError for a key whose hash could take forever. Allowed are scalars, objects that hash by
-    identity, and flat tuples of these."""
+    identity or as members of an enum, and flat tuples of these."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _SCALARS or _hashes_by_identity(type(part)) for part in parts):
+        if not all(type(part) in _SCALARS or _hashes_at_once(type(part)) for part in parts):
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
 
 
-def _hashes_by_identity(kind: Any) -> bool:
-    return kind.__hash__ is object.__hash__
+def _hashes_at_once(kind: Any) -> bool:
+    return kind.__hash__ in (object.__hash__, Enum.__hash__)
 
 
 def _hashing(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
