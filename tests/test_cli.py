@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import click
 import pico
 import pytest
 import torch
@@ -15,7 +16,7 @@ from command_line import run
 
 from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
-from precisionctl.cli.options import Size
+from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import worker
 
 
@@ -138,6 +139,12 @@ def test_a_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, words, adv
     monkeypatch.chdir(tmp_path)
     recipe = ["--recipe=small.toml"] if words[0] == "resume" and not any("recipe" in word for word in words) else []
     assert advice in run(*words, *recipe).stderr
+
+
+def test_a_missing_engine_is_asked_for_with_the_help_of_its_option_if_it_has_some():
+    missing = EngineName().get_missing_message
+    assert missing(click.Option(["--target"], help="vllm or te."), None) == "Give vllm or te."
+    assert missing(click.Option(["--target"]), None) is missing(click.Argument(["target"]), None) is None
 
 
 def test_debug_shows_where_an_error_came_from(tmp_path):

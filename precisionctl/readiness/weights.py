@@ -4,6 +4,8 @@ The blocks of block scaling are those of Megatron's tensors, in which q, k and v
 tensors are mapped to Megatron's while they are read, as in a conversion.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
