@@ -243,4 +243,4 @@ def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: P
     for producer, said in (("precisionctl", True), ("transformer_engine", False)):
         states = Fp8States(DelayedScaling(), {"decoder.layers.0.mlp.experts.linear_fc2": recorded}, producer=producer)
         _, notes = train_in_core._carried_state(replace(planned, plan=experts, known=KnownState((states,))), None)
-        assert any("without the router's weights" in note for note in notes) == said
+        assert any("before multiplication by the router's weights" in note for note in notes) == said
