@@ -18,7 +18,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import CheckpointError, MappingError, MissingTensor, ShapeMismatch
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, ShapeMismatch
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
@@ -175,6 +175,14 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
             "different numbers of updates: .* 2 and",
         ),
         (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
+        *(
+            (
+                lambda state, step=step: [one.update(step=torch.tensor(step)) for one in state.values()],
+                DamagedCheckpoint,
+                rf"the step of .* is no count of updates: {said} as a number.*--drop-optimizer",
+            )
+            for step, said in ((1e30, "1.*"), (5.5, "5.5"), (-1.0, "-1"), ([2.0, 2.0], r"a tensor of shape \[2\]"))
+        ),
         (
             lambda state: state.pop("model.norm.weight"),
             MissingTensor,

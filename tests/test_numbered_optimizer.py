@@ -131,6 +131,11 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
             lambda saved: saved["state"].update({3: {"momentum_buffer": saved["state"][3]["exp_avg"]}}),
             r"its optimizer has \['momentum_buffer'\], which AdamW has not",
         ),
+        (
+            "llama-3",
+            lambda saved: saved["state"][3].update(step=torch.tensor(5.5)),
+            "step of parameter 3 is no count of updates: 5.5",
+        ),
         ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
         ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),
     ],

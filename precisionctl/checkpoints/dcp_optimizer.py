@@ -16,7 +16,7 @@ from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, count_of_updates
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -55,18 +55,16 @@ class DcpOptimizer:
         return f"{shown(kinds)}, which AdamW has not" if kinds else ""
 
     def updates(self, where: Path) -> int:
-        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each."""
+        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each, and
+        DamagedCheckpoint for what is no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
-            value = torch_zip.load(span.read(), span) if tensor.shape in ((), (1,)) else None
-            with damage(f"the step of `{name}` is no number", span):
-                if not isinstance(value, torch.Tensor):
-                    raise TypeError
-                counts.setdefault(int(value), name)
+            step = torch_zip.located(span) if len(tensor.pieces) == 1 else None
+            counts.setdefault(count_of_updates(step, f"`{name}`", span.path), name)
         if not counts:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
-        if len(counts) > 1 or min(counts) < 0:
+        if len(counts) > 1:
             said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
             raise CheckpointError(
                 f"its parameters had different numbers of updates: {said}", where=where, do=DROP_OPTIMIZER

@@ -19,9 +19,9 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import (
     TrainerRun,
     adam_settings,
+    count_of_updates,
     different_counts,
     lost_settings,
-    number,
     stored_group,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
@@ -209,7 +209,7 @@ class NumberedOptimizer:
         """Its count and settings."""
         states, stored, _ = self._state
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
-            counts = {number(state["step"], self.path) for state in states.values()}
+            counts = {count_of_updates(one["step"], f"parameter {index}", self.path) for index, one in states.items()}
         if len(counts) != 1:
             raise CheckpointError(different_counts(counts), where=self.path, do=DROP_OPTIMIZER)
         groups = [stored_group(one, self.path) for one in stored]

@@ -12,6 +12,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NO_COUNT = "nothing says how many updates the optimizer made"
@@ -175,10 +176,33 @@ def number(value: object, path: Path) -> int:
     """A count that may be pickled as a number, an enum of DeepSpeed's or a tensor of one element."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
-        value = read_located(path, value).item()
+    value = _element(value, path)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
+        raise DamagedCheckpoint(f"{_said(value)} as a number", where=path)
     return value
+
+
+def count_of_updates(step: object, parameter: str, path: Path) -> int:
+    """Adam's `step` of a parameter, as `number`."""
+    try:
+        return number(step, path)
+    except DamagedCheckpoint as error:
+        what = f"the step of {parameter} is no count of updates: {error.what}"
+        raise DamagedCheckpoint(what, where=path, do=DROP_OPTIMIZER) from error
+
+
+def _element(value: Any, path: Path) -> Any:
+    """A setting as it is in the file `path`; of a tensor of one element this."""
+    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
+        return read_located(path, value).item()
+    if not isinstance(value, int | float | None) and isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, LocatedTensor) or (value is not None and isinstance(value, torch.Tensor)):
+        return f"a tensor of shape {list(value.shape)}"
+    return shown(value)
