@@ -16,10 +16,9 @@ from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, count_of_updates
+from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, count_of_updates, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
-from precisionctl.torch_when_used import torch
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
@@ -75,8 +74,7 @@ class DcpOptimizer:
         """Its groups of parameters; torchtitan's, of one each, have the names of these."""
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
-            tensors = {key: one for key, one in stored.items() if isinstance(one, torch.Tensor) and one.numel() == 1}
-            yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
+            yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))
 
     def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
         trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}

@@ -85,18 +85,26 @@ class ParameterGroup:
 def stored_group(
     settings: Mapping[str, Any], path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ParameterGroup:
-    """A group as it is in the file `path`, where a rate may be a tensor of one element."""
-    tensors = {key: one for key in _NUMBERS if isinstance(one := settings.get(key), LocatedTensor)}
-    numbers = {key: read_located(path, one).item() for key, one in tensors.items() if math.prod(one.shape) == 1}
+    """A group as it is in the file `path`, where each number may be a tensor of one element."""
+    numbers = {key: _element(settings[key], path) for key in (*_NUMBERS, "momentum") if key in settings}
+    betas = settings.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        numbers["betas"] = tuple(_element(beta, path) for beta in betas)
     return ParameterGroup({**settings, **numbers}, shapes)
+
+
+def _with_parameters(groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+    """Without groups that are known to be empty, whose settings are nothing's."""
+    return [group for group in groups if group.shapes is None or group.shapes]
 
 
 def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
     """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
-    else of most. Whatever is no number is left out.
+    else of most.
 
-    Raises DamagedCheckpoint for numbers in any group that no AdamW takes.
+    Raises DamagedCheckpoint for what no AdamW takes, in any group that has parameters.
     """
+    groups = _with_parameters(groups)
     sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
     settings = [_adams(group.settings, where) for group in groups]
     for group, found in zip(groups, settings, strict=True):
@@ -107,14 +115,12 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 
 def _adams(group: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
     """AdamW's numbers in the settings of a group."""
-    found: dict[str, Any] = {key: group[key] for key in _NUMBERS if _is_number(group.get(key))}
-    betas = group.get("betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
-        found["betas"] = tuple(betas)
+    found = {key: group[key] for key in (*_NUMBERS, "betas") if group.get(key) is not None}
     for key, value in found.items():
         numbers, limit = (value, 1) if key == "betas" else ((value,), 1 << 63)
-        if not all(0 <= number < limit for number in numbers):
-            what = f"its optimizer's {key} is {shown(value)}, which AdamW does not take"
+        pair = key != "betas" or (isinstance(value, list | tuple) and len(value) == 2)
+        if not pair or not all(_is_number(number) and 0 <= number < limit for number in numbers):
+            what = f"its optimizer's {key} is {_said(value)}, which AdamW does not take"
             raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
     return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
 
@@ -135,6 +141,7 @@ def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
     weight decay of matrices, all of them, alone."""
+    groups = _with_parameters(groups)
     decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}

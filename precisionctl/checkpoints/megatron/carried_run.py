@@ -20,11 +20,11 @@ from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.checkpoints.trainer_run import (
     NO_COUNT,
-    ParameterGroup,
     TrainedReader,
     TrainerRun,
     adam_settings,
     count_of_updates,
+    stored_group,
 )
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
@@ -189,7 +189,7 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
         if step is None:
             raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
-        settings = adam_settings([ParameterGroup({**group, **rates})], reader.path)
+        settings = adam_settings([stored_group({**group, **rates}, reader.path)], reader.path)
         return TrainerRun(
             count_of_updates(step, "a parameter", reader.path), settings, ("the schedule", "random generators")
         )
