@@ -17,6 +17,7 @@ from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer, param
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
+from precisionctl.commands.notes import left_behind_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -155,6 +156,13 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
     told = conversions.run(step, tmp_path / "hf", "hf")
     assert any("optimizer stays behind" in note for note in told.notes)
     assert inspect.describe(open_checkpoint(step))["optimizer"]
+
+
+def test_an_optimizer_that_has_made_no_update_is_said_to_stay_behind(tmp_path: Path) -> None:
+    model = pico.save(tmp_path / "checkpoint-0", "llama-3")
+    torch.save(torch.optim.AdamW(groups(model)).state_dict(), tmp_path / "checkpoint-0" / "optimizer.pt")
+    notes = [*left_behind_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
+    assert any("stay behind: optimizer.pt, which has groups of parameters and no state" in note for note in notes)
 
 
 def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
