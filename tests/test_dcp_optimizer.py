@@ -112,14 +112,17 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     assert matrices.endswith(" and 1 more matrices do not decay")
 
 
-def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = trained("llama-3")
     whole = states(model, optimizer)
     state = whole["optimizer"]["state"]["model.norm.weight"]
-    state["exp_avg"] = state["exp_avg"].to(torch.int8)
+    state["exp_avg"] = state["exp_avg"].to(dtype)
     made = config_of(model, save(tmp_path / "dcp", whole))
-    with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight` is int8, and AdamW's is floating.*--drop"):
+    message = r"exp_avg.model.norm.weight` is (int8|float8\w+), and AdamW's is floating.*--drop"
+    with pytest.raises(CheckpointError, match=message):
         conversions.run(made, tmp_path / "out", "megatron")
+    assert not [*tmp_path.glob("out*")]
     told = conversions.run(made, tmp_path / "out", "megatron", drop_optimizer=True)
     assert any("The optimizer stays behind: `optimizer.state.exp_avg.model.norm.weight`" in note for note in told.notes)
 

@@ -128,8 +128,9 @@ class DcpModelReader(TrainerDirectory):
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
         """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these."""
         what = ""
-        if odd := [name for name, spec in self._moments.items() if not spec.dtype.is_floating_point]:
-            what = f"`{odd[0]}` is {self._moments[odd[0]].dtype}, and AdamW's is floating-point"
+        dtypes = {name: spec.dtype for name, spec in self._moments.items()}
+        if odd := [name for name, one in dtypes.items() if not one.is_floating_point or one.itemsize < 2]:
+            what = f"`{odd[0]}` is {dtypes[odd[0]]}, and AdamW's is floating-point, of 16 bits or more"
         if self._optimizer.moments.get(MOMENTUM) and not any(group.of_muon for group in self._groups):
             what = "a `momentum_buffer` of another optimizer than torch's Muon, which may weigh gradients otherwise"
         if what:
