@@ -200,6 +200,13 @@ def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
         conversions.run(made, tmp_path / "out", "hf")
 
 
+def test_fp8_codes_without_scales_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    stored = pico.make("llama-3").state_dict()
+    stored["model.norm.weight"] = stored["model.norm.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match=r"`model.norm.weight` is float8_e4m3fn: FP8 codes"):
+        open_checkpoint(save(tmp_path / "dcp", stored))
+
+
 def test_what_the_model_has_no_place_for_and_what_is_missing_is_refused(tmp_path: Path) -> None:
     model = pico.make("llama-3")
     config, stored = config_of(model, tmp_path / "config"), model.state_dict()

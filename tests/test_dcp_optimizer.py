@@ -18,7 +18,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import CheckpointError, MappingError, MissingTensor, ShapeMismatch
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, ShapeMismatch
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
@@ -112,14 +112,17 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     assert matrices.endswith(" and 1 more matrices do not decay")
 
 
-def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_moments_that_are_no_floating_point_are_refused_and_can_be_dropped(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = trained("llama-3")
     whole = states(model, optimizer)
     state = whole["optimizer"]["state"]["model.norm.weight"]
-    state["exp_avg"] = state["exp_avg"].to(torch.int8)
+    state["exp_avg"] = state["exp_avg"].to(dtype)
     made = config_of(model, save(tmp_path / "dcp", whole))
-    with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight` is int8, and AdamW's is floating.*--drop"):
+    message = r"exp_avg.model.norm.weight` is (int8|float8\w+), and AdamW's is floating.*--drop"
+    with pytest.raises(CheckpointError, match=message):
         conversions.run(made, tmp_path / "out", "megatron")
+    assert not [*tmp_path.glob("out*")]
     told = conversions.run(made, tmp_path / "out", "megatron", drop_optimizer=True)
     assert any("The optimizer stays behind: `optimizer.state.exp_avg.model.norm.weight`" in note for note in told.notes)
 
@@ -175,6 +178,14 @@ def test_accelerates_optimizer_beside_its_model_at_the_step_that_the_trainer_nam
             "different numbers of updates: .* 2 and",
         ),
         (lambda state: [one.pop("step") for one in state.values()], CheckpointError, "how many updates"),
+        *(
+            (
+                lambda state, step=step: [one.update(step=torch.tensor(step)) for one in state.values()],
+                DamagedCheckpoint,
+                rf"the step of .* is no count of updates: {said} as a number.*--drop-optimizer",
+            )
+            for step, said in ((1e30, "1.*"), (5.5, "5.5"), (-1.0, "-1"), ([2.0, 2.0], r"a tensor of shape \[2\]"))
+        ),
         (
             lambda state: state.pop("model.norm.weight"),
             MissingTensor,

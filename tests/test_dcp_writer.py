@@ -19,6 +19,7 @@ from precisionctl.architectures.rearrange import QKV, RotaryPairs
 from precisionctl.checkpoints import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, RecipeError
 from precisionctl.param import MOMENTS
 
@@ -132,6 +133,16 @@ def test_torchtitans_names_are_written_and_read_back_to_the_same_bytes(tmp_path:
     state = {"layers.0.attention.qkv_linear.wk.weight": found}
     dcp.load(state, storage_reader=FileSystemReader(tmp_path / "torchtitan"), no_dist=True)
     assert torch.equal(found, in_pairs(keys_of_heads, model.config.head_dim))
+
+
+def test_masters_are_not_rounded_while_there_is_an_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    made = config_of(model, save(tmp_path / "made", states(model, optimizer)))
+    for to in ("dcp", "torchtitan"):
+        with pytest.raises(RecipeError, match=f"lose the optimizer's FP32 masters, which {to} has no .*--precision"):
+            plan_command(Request(made, tmp_path / to, "hf", "bf16", container=to))
+        command = plan_command(Request(made, tmp_path / to, "hf", "bf16", container=to, drop_optimizer=True))
+        assert {spec.dtype for spec in command.plan.targets.values()} == {DType.bfloat16}
 
 
 def in_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,11 +13,14 @@ from transformers import Trainer
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
-from precisionctl.checkpoints.numbered_optimizer import parameter_order
+from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
+from precisionctl.commands.notes import left_behind_notes
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.param import TensorSpec
 from precisionctl.reports import inspect
 
 
@@ -131,6 +134,11 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
             lambda saved: saved["state"].update({3: {"momentum_buffer": saved["state"][3]["exp_avg"]}}),
             r"its optimizer has \['momentum_buffer'\], which AdamW has not",
         ),
+        (
+            "llama-3",
+            lambda saved: saved["state"][3].update(step=torch.tensor(5.5)),
+            "step of parameter 3 is no count of updates: 5.5",
+        ),
         ("llama-3", lambda saved: saved.pop("state"), "not what PyTorch saves"),
         ("llama-3", lambda saved: saved["param_groups"].append(7), "not what PyTorch saves"),
     ],
@@ -150,6 +158,13 @@ def test_an_optimizer_of_unknown_order_or_another_model_is_refused_and_can_be_dr
     assert inspect.describe(open_checkpoint(step))["optimizer"]
 
 
+def test_an_optimizer_that_has_made_no_update_is_said_to_stay_behind(tmp_path: Path) -> None:
+    model = pico.save(tmp_path / "checkpoint-0", "llama-3")
+    torch.save(torch.optim.AdamW(groups(model)).state_dict(), tmp_path / "checkpoint-0" / "optimizer.pt")
+    notes = [*left_behind_notes(open_checkpoint(tmp_path / "checkpoint-0"))]
+    assert any("stay behind: optimizer.pt, which has groups of parameters and no state" in note for note in notes)
+
+
 def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
     rates = {"lr": 1e-3, "betas": (0.9, 0.95)}
     decaying, plain = ParameterGroup(rates | {"weight_decay": 0.1}), ParameterGroup(rates | {"weight_decay": 0.0})
@@ -164,7 +179,15 @@ def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("lr", float("nan")), ("lr", -1e-3), ("initial_lr", float("inf")), ("eps", -1e-8), ("weight_decay", -0.1)]
-    + [("weight_decay", 1 << 2000), ("betas", (0.9, 1.0)), ("betas", [-0.1, 0.9]), ("betas", (float("nan"), 0.9))],
+    + [("lr", "1e-3"), ("lr", torch.ones(2)), ("lr", True), ("weight_decay", [1]), ("betas", (0.1, 0.2, 0.3))]
+    + [
+        ("betas", "ab"),
+        ("betas", (0.9, "x")),
+        ("weight_decay", 1 << 2000),
+        ("betas", (0.9, 1.0)),
+        ("betas", [-0.1, 0.9]),
+        ("betas", (float("nan"), 0.9)),
+    ],
 )
 def test_settings_that_no_adamw_takes_are_refused_in_whichever_group(key: str, value: Any) -> None:
     sound = {"lr": 1e-3, "initial_lr": 1e-3, "eps": 0, "betas": (0.0, 0.95), "weight_decay": 0.1}
@@ -173,3 +196,17 @@ def test_settings_that_no_adamw_takes_are_refused_in_whichever_group(key: str, v
     assert adam_settings(groups[:1], Path("here")) == sound
     with pytest.raises(DamagedCheckpoint, match=rf"{key} is .*, which AdamW does not take \(here\).*--drop-optimizer"):
         adam_settings(groups, Path("here"))
+
+
+def test_settings_are_those_of_groups_with_parameters_and_may_be_tensors_of_one_element(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.pt"
+    sound = {"lr": torch.tensor(0.5), "betas": (torch.tensor(0.5), torch.tensor([0.75])), "weight_decay": 0.25}
+    empty = {"params": [], "lr": -999.0, "weight_decay": 5.0, "betas": (0.1, 0.2)}
+    groups = [empty, sound | {"params": [0]}, sound | {"params": [1], "weight_decay": 0.0}]
+    moments = [{"exp_avg": torch.ones(shape), "exp_avg_sq": torch.ones(shape)} for shape in ((4, 4), (4,))]
+    states = {index: {"step": torch.tensor(3.0), **each} for index, each in enumerate(moments)}
+    torch.save({"state": states, "param_groups": groups}, path)
+    specs = {"lm_head.weight": TensorSpec((4, 4), DType.float32), "model.norm.weight": TensorSpec((4,), DType.float32)}
+    run = NumberedOptimizer(path, specs).run
+    assert run.settings == {"lr": 0.5, "betas": (0.5, 0.75), "weight_decay": 0.25}
+    assert run.updates == 3 and not any("groups of parameters" in left for left in run.left)

@@ -69,7 +69,7 @@ class DcpModelReader(TrainerDirectory):
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
-    config.json says which model it is.
+    config.json says which model it is, or weights are FP8 codes.
     """
 
     container = "dcp"
@@ -102,6 +102,9 @@ class DcpModelReader(TrainerDirectory):
         specs = {name: self._spec(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
         self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
+            what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
+            raise CheckpointError(what, where=path, do="Save the weights in BF16.")
 
     def _logical(self, named: Mapping[str, dcp.DcpTensor]) -> dict[str, LogicalTensor]:
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
@@ -128,8 +131,9 @@ class DcpModelReader(TrainerDirectory):
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
         """AdamW's moments, and Muon's. Raises CheckpointError for some that are none of these."""
         what = ""
-        if odd := [name for name, spec in self._moments.items() if not spec.dtype.is_floating_point]:
-            what = f"`{odd[0]}` is {self._moments[odd[0]].dtype}, and AdamW's is floating-point"
+        dtypes = {name: spec.dtype for name, spec in self._moments.items()}
+        if odd := [name for name, one in dtypes.items() if not one.is_floating_point or one.itemsize < 2]:
+            what = f"`{odd[0]}` is {dtypes[odd[0]]}, and AdamW's is floating-point, of 16 bits or more"
         if self._optimizer.moments.get(MOMENTUM) and not any(group.of_muon for group in self._groups):
             what = "a `momentum_buffer` of another optimizer than torch's Muon, which may weigh gradients otherwise"
         if what:

@@ -16,10 +16,15 @@ from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import DIFFERENT_COUNTS, NO_COUNT, ParameterGroup
+from precisionctl.checkpoints.trainer_run import (
+    DIFFERENT_COUNTS,
+    NO_COUNT,
+    ParameterGroup,
+    count_of_updates,
+    stored_group,
+)
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
-from precisionctl.torch_when_used import torch
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
@@ -55,18 +60,16 @@ class DcpOptimizer:
         return f"{shown(kinds)}, which AdamW has not" if kinds else ""
 
     def updates(self, where: Path) -> int:
-        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each."""
+        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each, and
+        DamagedCheckpoint for what is no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
-            value = torch_zip.load(span.read(), span) if tensor.shape in ((), (1,)) else None
-            with damage(f"the step of `{name}` is no number", span):
-                if not isinstance(value, torch.Tensor):
-                    raise TypeError
-                counts.setdefault(int(value), name)
+            step = torch_zip.located(span) if len(tensor.pieces) == 1 else None
+            counts.setdefault(count_of_updates(step, f"`{name}`", span.path), name)
         if not counts:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
-        if len(counts) > 1 or min(counts) < 0:
+        if len(counts) > 1:
             said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
             raise CheckpointError(f"{DIFFERENT_COUNTS}: {said}", where=where, do=DROP_OPTIMIZER)
         return next(iter(counts))
@@ -75,8 +78,7 @@ class DcpOptimizer:
         """Its groups of parameters; torchtitan's, of one each, have the names of these."""
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
-            tensors = {key: one for key, one in stored.items() if isinstance(one, torch.Tensor) and one.numel() == 1}
-            yield ParameterGroup(stored | {key: one.item() for key, one in tensors.items()}, self._shapes(group))
+            yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))
 
     def _shapes(self, group: str) -> Mapping[str, tuple[int, ...]] | None:
         trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}

@@ -20,9 +20,9 @@ from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER,
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.checkpoints.trainer_run import different_counts
+from precisionctl.checkpoints.trainer_run import count_of_updates, different_counts
 from precisionctl.dtypes import DType
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.untrusted.safe_files import check_link
 
@@ -64,8 +64,7 @@ class FsdpDtensorReader(TorchDistReader):
         counts = set[int]()
         for name in {_kind(parameter): name for name, parameter in self._steps.items()}.values():
             span = self._index.tensors[name].pieces[0].span
-            with damage(f"`{name}` is no number", span):
-                counts.add(int(torch_zip.load(span.read(), span)))
+            counts.add(count_of_updates(torch_zip.located(span), f"`{self._steps[name]}`", span.path))
         return counts
 
     def chunks(self, name: str) -> Sequence[Chunk]:

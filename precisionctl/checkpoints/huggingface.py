@@ -162,6 +162,14 @@ class HuggingFaceReader:
         return self._optimizer.specs if self._optimizer else {}
 
     @property
+    def unread(self) -> str:
+        """An optimizer that has no state to go along, in words."""
+        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+            if self._optimizer and not self.optimizer_specs:
+                return f"{numbered_optimizer.FILE}, which has groups of parameters and no state of any"
+        return ""
+
+    @property
     def trainer_run(self) -> TrainerRun:
         if self._optimizer is None:
             raise CheckpointError("there is no optimizer", where=self.path)

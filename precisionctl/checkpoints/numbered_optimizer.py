@@ -19,9 +19,9 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import (
     TrainerRun,
     adam_settings,
+    count_of_updates,
     different_counts,
     lost_settings,
-    number,
     stored_group,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
@@ -207,11 +207,13 @@ class NumberedOptimizer:
     @cached_property
     def run(self) -> TrainerRun:
         """Its count and settings."""
-        states, stored, _ = self._state
+        states, stored, held = self._state
         with damage("its optimizer has no count of updates", self.path, DROP_OPTIMIZER):
-            counts = {number(state["step"], self.path) for state in states.values()}
+            counts = {count_of_updates(one["step"], f"parameter {index}", self.path) for index, one in states.items()}
         if len(counts) != 1:
             raise CheckpointError(different_counts(counts), where=self.path, do=DROP_OPTIMIZER)
-        groups = [stored_group(one, self.path) for one in stored]
+        names = [[name for index in group["params"] for name in held.get(index, ())] for group in stored]
+        shapes = [{name: self.parameters[name].shape for name in each} for each in names]
+        groups = [stored_group(one, self.path, of) for one, of in zip(stored, shapes, strict=True)]
         left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         return TrainerRun(counts.pop(), adam_settings(groups, self.path), (*left, *lost_settings(groups)))

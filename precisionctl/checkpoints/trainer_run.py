@@ -12,6 +12,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NO_COUNT = "nothing says how many updates the optimizer made"
@@ -87,18 +88,26 @@ class ParameterGroup:
 def stored_group(
     settings: Mapping[str, Any], path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ParameterGroup:
-    """A group as it is in the file `path`, where a rate may be a tensor of one element."""
-    tensors = {key: one for key in _NUMBERS if isinstance(one := settings.get(key), LocatedTensor)}
-    numbers = {key: read_located(path, one).item() for key, one in tensors.items() if math.prod(one.shape) == 1}
+    """A group as it is in the file `path`, where each number may be a tensor of one element."""
+    numbers = {key: _element(settings[key], path) for key in (*_NUMBERS, "momentum") if key in settings}
+    betas = settings.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        numbers["betas"] = tuple(_element(beta, path) for beta in betas)
     return ParameterGroup({**settings, **numbers}, shapes)
+
+
+def _with_parameters(groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+    """Without groups that are known to be empty, whose settings are nothing's."""
+    return [group for group in groups if group.shapes is None or group.shapes]
 
 
 def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
     """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
-    else of most. Whatever is no number is left out.
+    else of most.
 
-    Raises DamagedCheckpoint for numbers in any group that no AdamW takes.
+    Raises DamagedCheckpoint for what no AdamW takes, in any group that has parameters.
     """
+    groups = _with_parameters(groups)
     sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
     settings = [_adams(group.settings, where) for group in groups]
     for group, found in zip(groups, settings, strict=True):
@@ -109,14 +118,12 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 
 def _adams(group: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
     """AdamW's numbers in the settings of a group."""
-    found: dict[str, Any] = {key: group[key] for key in _NUMBERS if _is_number(group.get(key))}
-    betas = group.get("betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
-        found["betas"] = tuple(betas)
+    found = {key: group[key] for key in (*_NUMBERS, "betas") if group.get(key) is not None}
     for key, value in found.items():
         numbers, limit = (value, 1) if key == "betas" else ((value,), 1 << 63)
-        if not all(0 <= number < limit for number in numbers):
-            what = f"its optimizer's {key} is {shown(value)}, which AdamW does not take"
+        pair = key != "betas" or (isinstance(value, list | tuple) and len(value) == 2)
+        if not pair or not all(_is_number(number) and 0 <= number < limit for number in numbers):
+            what = f"its optimizer's {key} is {_said(value)}, which AdamW does not take"
             raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
     return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
 
@@ -137,6 +144,7 @@ def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
     weight decay of matrices, all of them, alone."""
+    groups = _with_parameters(groups)
     decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
@@ -178,10 +186,33 @@ def number(value: object, path: Path) -> int:
     """A count that may be pickled as a number, an enum of DeepSpeed's or a tensor of one element."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
-        value = read_located(path, value).item()
+    value = _element(value, path)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise DamagedCheckpoint(f"{shown(value)} as a number", where=path)
+        raise DamagedCheckpoint(f"{_said(value)} as a number", where=path)
     return value
+
+
+def count_of_updates(step: object, parameter: str, path: Path) -> int:
+    """Adam's `step` of a parameter, as `number`."""
+    try:
+        return number(step, path)
+    except DamagedCheckpoint as error:
+        what = f"the step of {parameter} is no count of updates: {error.what}"
+        raise DamagedCheckpoint(what, where=path, do=DROP_OPTIMIZER) from error
+
+
+def _element(value: Any, path: Path) -> Any:
+    """A setting as it is in the file `path`; of a tensor of one element this."""
+    if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
+        return read_located(path, value).item()
+    if not isinstance(value, int | float | None) and isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, LocatedTensor) or (value is not None and isinstance(value, torch.Tensor)):
+        return f"a tensor of shape {list(value.shape)}"
+    return shown(value)

@@ -111,7 +111,7 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
         raise
     except CheckpointError as error:  # of another order
         return replace(saved, unread=error.what)
-    settings = [stored_group(group, files[0]) for group in groups]
+    settings = [stored_group(group, files[0]) for group in groups if group["params"]]
     return replace(saved, moments=moments, updates=updates.pop(), groups=settings)
 
 

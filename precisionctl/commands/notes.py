@@ -95,7 +95,7 @@ def unread_notes(reader: Reader) -> Iterator[str]:
     """Notes on what nothing here reads of the run that saved the source."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Not carried over from the run: {len(reader.left)} tensors of its optimizer and other state."
-    if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
+    if isinstance(reader, SavedStatesReader | DcpModelReader | HuggingFaceReader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."

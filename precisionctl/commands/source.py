@@ -68,7 +68,8 @@ class Source:
 def open_source(request: Request) -> Source:
     """Open the source of a request, and plan the result in high precision.
 
-    Raises RecipeError for hints that contradict the checkpoint or are not needed, MappingError for state or encodings
+    Raises RecipeError for hints that contradict the checkpoint or are not needed, and for a precision that an optimizer
+    does not go along in, MappingError for state or encodings
     of another model, and as `open_checkpoint` and `make_plan`.
     """
     reader = open_hinted(
@@ -81,6 +82,12 @@ def open_source(request: Request) -> Source:
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
         trained = reader
+    if trained and request.is_state_dict and request.precision == "bf16":
+        raise RecipeError(
+            f"BF16 weights lose the optimizer's FP32 masters, which {request.container} has no other place for",
+            where=request.source,
+            do="Leave --precision out; --drop-optimizer writes the weights alone.",
+        )
     plan = make_plan(
         reader,
         request.to,

@@ -262,5 +262,5 @@ def _without_zero(states: ModelStates) -> SavedStates:
     saved = replace(saved, weights=states.with_shared(weights))
     if not updates:
         return saved  # it has made none
-    settings = [stored_group(group, path) for group in groups]
+    settings = [stored_group(group, path) for group in groups if group["params"]]
     return replace(saved, moments=found, updates=updates.pop(), groups=settings)

@@ -18,7 +18,14 @@ from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainedReader, TrainerRun, adam_settings
+from precisionctl.checkpoints.trainer_run import (
+    NO_COUNT,
+    TrainedReader,
+    TrainerRun,
+    adam_settings,
+    count_of_updates,
+    stored_group,
+)
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
@@ -179,8 +186,10 @@ def trainer_run_of(reader: MegatronReader) -> TrainerRun:
         if step is None:
             raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
-        settings = adam_settings([ParameterGroup({**group, **rates})], reader.path)
-        return TrainerRun(int(step), settings, ("the schedule", "random generators"))
+        settings = adam_settings([stored_group({**group, **rates}, reader.path)], reader.path)
+        return TrainerRun(
+            count_of_updates(step, "a parameter", reader.path), settings, ("the schedule", "random generators")
+        )
 
 
 def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:

@@ -145,8 +145,8 @@ def loading_notes(
     elif "schedule" not in skipped and foreign:
         why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
         rates = theirs.settings if theirs else {}
-        last = f"; the checkpoint's last was {rates['lr']:.2e}" if "lr" in rates else ""
-        peak = f", of {rates['initial_lr']:.2e} without a schedule" if last and "initial_lr" in rates else ""
+        last = f"; the checkpoint's last rate was {rates['lr']:.2e}" if "lr" in rates else ""
+        peak = f", its rate before the schedule {rates['initial_lr']:.2e}" if last and "initial_lr" in rates else ""
         yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on{last}{peak}"
     if "data" not in skipped and foreign:
         yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
@@ -256,12 +256,16 @@ def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:
 
 
 def other_settings(run: TrainerRun, settings: Optimizer) -> str:
-    """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's; empty if none does."""
+    """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's, and how to keep them;
+    empty if none does."""
     theirs = dict(zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False))
     keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
     theirs |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
     differing = {key: value for key, value in theirs.items() if value != getattr(settings, key)}
-    return ", ".join(f"{key} {value:g}, here {getattr(settings, key):g}" for key, value in differing.items())
+    return ", ".join(
+        f"{key} {value:g}, here {getattr(settings, key):g} (--set optimizer.{key}={value} keeps it)"
+        for key, value in differing.items()
+    )
 
 
 def load_rng(source: TorchDistReader) -> None:
