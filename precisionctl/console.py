@@ -61,7 +61,7 @@ def show_lines(lines: Sequence[str]) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line on stderr: what goes on, which is no result."""
+    """Print a line on stderr: progress, as opposed to a result."""
     _err.print(printable(line), soft_wrap=True, markup=False)
 
 

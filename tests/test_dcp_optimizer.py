@@ -108,7 +108,7 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
         "betas": (0.9, 0.95),
     }
     *_, rates, norms, matrices = reader.trainer_run.left
-    assert (rates, norms) == ("groups of parameters of their own lr", "weight decay of norms and biases")
+    assert (rates, norms) == ("different lr for groups of parameters", "weight decay of norms and biases")
     assert matrices.endswith(" and 1 more matrices do not decay")
 
 

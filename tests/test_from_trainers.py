@@ -120,7 +120,7 @@ def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: P
     said = "\n".join(beginning(started))
     assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
     assert "from step 2 on; the checkpoint's last was 1.00e-03, of 2.00e-03 without a schedule" in said
-    assert "stays behind of the run: the schedule of learning rates, whose kind is not stored, " in said
+    assert "not carried over from the run: the schedule of learning rates, whose kind is not stored, " in said
     saved: Any = open_checkpoint(finished.checkpoint)
     assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3
 

@@ -156,9 +156,9 @@ def test_settings_of_groups_that_a_result_has_no_place_for_are_named() -> None:
     assert lost_settings([decaying, plain]) == lost_settings([decaying, plain, decaying]) == ()
     assert lost_settings([decaying]) == ("weight decay of norms and biases",)
     other_rates = ParameterGroup({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0})
-    assert lost_settings([decaying, other_rates]) == ("groups of parameters of their own lr, betas",)
+    assert lost_settings([decaying, other_rates]) == ("different lr, betas for groups of parameters",)
     other_decay = ParameterGroup(rates | {"weight_decay": 0.2})
-    assert lost_settings([decaying, plain, other_decay]) == ("groups of parameters of their own weight_decay",)
+    assert lost_settings([decaying, plain, other_decay]) == ("different weight_decay for groups of parameters",)
 
 
 @pytest.mark.parametrize(

@@ -223,8 +223,8 @@ class RotaryPairs(_Computation):
         return self.inner.split(self._turned(whole, (2, model.kv_channels // 2), model), model)
 
     def _turned(self, whole: Tensor, order: tuple[int, int], model: ModelShape) -> Tensor:
-        """Megatron's tensor with each head's rows of queries and keys, which are numbered in this `order`, in the
-        other."""
+        """Megatron's tensor: each head's rows of queries and keys, seen as `order`, with the two dimensions
+        exchanged."""
         heads = whole.reshape(model.num_query_groups, -1, *order, *whole.shape[1:])
         turned = heads[:, :-1].transpose(2, 3)  # the last is of values
         return torch.cat([turned.flatten(1, 3), heads[:, -1:].flatten(1, 3)], dim=1).flatten(0, 1)

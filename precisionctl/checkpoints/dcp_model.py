@@ -150,7 +150,7 @@ class DcpModelReader(TrainerDirectory):
         found = TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(adam)))
         if not muon:
             return found
-        own = ("groups of parameters of their own in Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()
+        own = ("different settings for groups of Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()
         return replace(found, muon=muon_settings(muon, self.path), left=(*found.left, *own, _OF_MUON))
 
     @cached_property

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.checkpoints.dcp import DcpTensor, Index
 from precisionctl.checkpoints.numbered_optimizer import parameters_by_number
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup
+from precisionctl.checkpoints.trainer_run import DIFFERENT_COUNTS, NO_COUNT, ParameterGroup
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 from precisionctl.torch_when_used import torch
@@ -68,9 +68,7 @@ class DcpOptimizer:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
         if len(counts) > 1 or min(counts) < 0:
             said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
-            raise CheckpointError(
-                f"its parameters had different numbers of updates: {said}", where=where, do=DROP_OPTIMIZER
-            )
+            raise CheckpointError(f"{DIFFERENT_COUNTS}: {said}", where=where, do=DROP_OPTIMIZER)
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:
@@ -113,7 +111,8 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
             settings.setdefault(match[1], {})[match[2]] = span
         elif match := _PARAMETERS.fullmatch(key):
             parameters[match[1]] = span
-    return weights, DcpOptimizer(states, states.pop("step"), settings, tuple(others), numbered, parameters)
+    steps = states.pop("step")
+    return weights, DcpOptimizer(states, steps, settings, tuple(others), numbered, parameters)
 
 
 def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], where: Path) -> DcpOptimizer:
@@ -139,4 +138,5 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
     taken = {key for kinds in found.numbered.values() for key in kinds.values()}
     others = tuple(key for key in found.others if key not in taken)
     names = {number: name for number, (name,) in named.items()}
-    return DcpOptimizer(states, states.pop("step"), found.settings, others, {}, found.parameters, names)
+    steps = states.pop("step")
+    return replace(found, moments=states, steps=steps, others=others, numbered={}, names=names)

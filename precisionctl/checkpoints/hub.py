@@ -76,8 +76,8 @@ class HubName:
         self, *, progress: bool = True, several: bool = False, on_size: Callable[[int], None] = lambda nbytes: None
     ) -> Path:
         """The directory in the client's cache that has the files of a checkpoint (`needed`). What is there already is
-        not downloaded again, and where the Hub cannot be reached has to do. `several` says that other processes take
-        the same name; `on_size` is called with the bytes to download, if there are any.
+        not downloaded again, and is used as it is where the Hub cannot be reached. `several` says that other processes
+        take the same name; `on_size` is called with the bytes to download, if there are any.
 
         Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; RecipeError for a
         name of which several processes may get several commits; EnvironmentProblem if the Hub cannot be reached,
@@ -134,7 +134,7 @@ class HubName:
             if Path(found).name == commit:  # else the branch moved between the two
                 return Path(found)
         do = f"Name a commit: {self.repo}@{commit}"
-        raise EnvironmentProblem("its branch moves with each request", where=self, do=do)
+        raise EnvironmentProblem("the branch changed between requests, three times", where=self, do=do)
 
     def _check_pinned(self, commit: str) -> None:
         """Raise RecipeError for a branch or a tag, which may move from one process's request to another's."""
@@ -148,7 +148,7 @@ class HubName:
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
-        """A call of the client: what it trips over is no answer of the Hub's. Raises EnvironmentProblem."""
+        """A call of the client. If it cannot read the answer, the server is not the Hub. Raises EnvironmentProblem."""
         try:
             yield
         except (TypeError, AssertionError, JSONDecodeError) as error:
@@ -156,7 +156,7 @@ class HubName:
 
     def _not_the_hub(self, why: str) -> EnvironmentProblem:
         do = "Is HF_ENDPOINT another server?"
-        return EnvironmentProblem(f"the answer is none of the Hub's: {why}", where=self, do=do)
+        return EnvironmentProblem(f"the server's answer is not one that the Hub gives: {why}", where=self, do=do)
 
     def _in_our_words(self, error: Exception) -> PrecisionctlError:
         from huggingface_hub.errors import (

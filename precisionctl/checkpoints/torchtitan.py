@@ -37,10 +37,10 @@ _NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-"""torchtitan's names of a Llama's modules, of those of a layer too, and Hugging Face's (torchtitan/models/llama3)."""
+"""torchtitan's names of a Llama's modules, also those inside a layer, and Hugging Face's (torchtitan/models/llama3)."""
 
 _OLDER = {"output": "lm_head", **{f"attention.w{one}": f"self_attn.{one}_proj" for one in "qkv"}}
-"""Those of versions before."""
+"""Names in older versions of torchtitan."""
 
 _TITAN = re.compile(r"(layers\.\d+\.|)(.+)\.weight")
 

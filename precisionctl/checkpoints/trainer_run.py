@@ -15,7 +15,10 @@ from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NO_COUNT = "nothing says how many updates the optimizer made"
-"""Of an optimizer without Adam's count, without which no other goes on from it."""
+"""Of an optimizer without Adam's count: no other optimizer can continue without it."""
+
+DIFFERENT_COUNTS = "its parameters had different numbers of updates"
+"""Of an optimizer that has counted each parameter's updates by itself: one count has no place for it."""
 
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
@@ -138,7 +141,7 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
     lost = [key for key, found in values.items() if len(found) > 1]
-    said = [f"groups of parameters of their own {', '.join(lost)}"] if lost else []
+    said = [f"different {', '.join(lost)} for groups of parameters"] if lost else []
     unknown = any(group.shapes is None for group in groups)
     if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
         said.append("weight decay of norms and biases")
@@ -167,8 +170,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def different_counts(updates: Iterable[int]) -> str:
-    """In words, that Adam has counted each parameter's updates by itself: one count has no place for it."""
-    return f"its parameters had different numbers of updates: {shown(sorted(updates))}"
+    """DIFFERENT_COUNTS, with the counts."""
+    return f"{DIFFERENT_COUNTS}: {shown(sorted(updates))}"
 
 
 def number(value: object, path: Path) -> int:

@@ -102,18 +102,18 @@ def _download(ctx: click.Context) -> None:
     if not names:
         return
     from precisionctl import console
-    from precisionctl.conversion.ranks import described
+    from precisionctl.conversion.ranks import place_among_ranks
     from precisionctl.reports.table import size
 
     for key, name in names.items():
         ctx.params[key] = name.download(
             progress=not ctx.meta[_QUIET],
-            several=described() is not None,
+            several=place_among_ranks() is not None,
             on_size=lambda nbytes, name=name: console.note(f"Downloading {name}, {size(nbytes)}"),
         )
 
 
-def repository(ctx: click.Context, parameter: str) -> str | None:
+def repository_of(ctx: click.Context, parameter: str) -> str | None:
     """The repository that a parameter of the command names; None if it is a path."""
     name: HubName | None = ctx.meta[_NAMES].get(parameter)
     return name.repo if name else None

@@ -62,12 +62,13 @@ RUN, FILE = ExistingPath(), ExistingPath(dir_okay=False)
 
 
 class EngineName(click.ParamType[str]):
-    """What an export is for, by name: one that comes along, or from another package. Commands look it up."""
+    """What an export is for, by name: a bundled one, or from another package. Commands look it up."""
 
     name = "engine"
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
-        return f"Give {getattr(param, 'help', None)}"
+        help = param.help if isinstance(param, click.Option) else None
+        return f"Give {help}" if help else None
 
 
 class Percent(click.ParamType[float]):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import Command, print_json, repository
+from precisionctl.cli.group import Command, print_json, repository_of
 from precisionctl.cli.options import (
     CHECKPOINT,
     GO_ON,
@@ -189,7 +189,7 @@ def export_inference(ctx: click.Context, /, recipe: str | None, how: Writing, **
     """
     from precisionctl.commands.request import Request
 
-    what["base_model"] = what["base_model"] or repository(ctx, "source")
+    what["base_model"] = what["base_model"] or repository_of(ctx, "source")
     do(Request.export(recipe=precision_of(recipe), **what), how)
 
 

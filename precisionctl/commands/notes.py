@@ -94,7 +94,7 @@ def _in_words(setting: object) -> str:
 def unread_notes(reader: Reader) -> Iterator[str]:
     """Notes on what nothing here reads of the run that saved the source."""
     if isinstance(reader, DcpModelReader) and reader.left:
-        yield f"Left behind, because they are not weights: {len(reader.left)} tensors of the optimizer and of the run."
+        yield f"Not carried over from the run: {len(reader.left)} tensors of its optimizer and other state."
     if isinstance(reader, SavedStatesReader | DcpModelReader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
@@ -105,7 +105,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     yield from unread_notes(reader)
     if carried and of_trainer(reader):
-        yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
+        yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):
         try:
             optimizer = reader.optimizer_specs

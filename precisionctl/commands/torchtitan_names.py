@@ -28,7 +28,8 @@ def with_torchtitan_names(plan: Plan) -> Plan:
                 row, writes = replace(row, names=row.hf[:1], rearrangement=RotaryPairs(SAME)), fused
         jobs.append(replace(job, row=row, writes=writes))
         shapes = row.shapes(plan.model, "hf") * 2  # a tied tensor is there twice
-        for new, old, shape in zip(writes, job.writes, shapes, strict=False):
+        count = len(writes)
+        for new, old, shape in zip(writes, job.writes[:count], shapes[:count], strict=True):
             targets[new] = replace(plan.targets[old], shape=shape)
     return replace(plan, jobs=tuple(jobs), targets=targets)
 

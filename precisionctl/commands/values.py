@@ -70,7 +70,8 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     if request.to == "megatron":
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
     if run.left:
-        yield f"Left behind, because it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}."
+        left = ", ".join(run.left)
+        yield f"Not carried over from the run, as it belongs to ranks or to Megatron's own classes: {left}."
     if source.trained and request.container == "torch":
         yield "Continue with --no-load-rng: the result has no states of random generators."
 

@@ -42,19 +42,23 @@ class Buffers:
         return in_pieces(row, rows, row_bytes, self._read.size)
 
     def to_copy(self, rows: int, row_bytes: int) -> Bytes:
-        """Uninitialized bytes `[rows, row_bytes]` to read into; the next call returns the same memory."""
+        """The buffer for what is read, as uninitialized bytes `[rows, row_bytes]`. The next call returns the same
+        memory, and so does `to_read`."""
         return _start(self._read, rows * row_bytes).reshape(rows, row_bytes)
 
     def to_read(self, dtype: DType, rows: int, columns: int) -> Tensor:
-        """The same as a tensor `[rows, columns]`."""
+        """The buffer for what is read, as an uninitialized tensor `[rows, columns]`. The next call returns the same
+        memory, and so does `to_copy`."""
         return _view(self._read, dtype, rows, columns)
 
     def to_decode(self, rows: int, columns: int) -> Tensor:
-        """Another in FP32, to decode into."""
+        """The buffer for decoded values, as an uninitialized FP32 tensor `[rows, columns]`. The next call returns the
+        same memory."""
         return _view(self._decoded, DType.float32, rows, columns)
 
     def to_write(self, dtype: DType, rows: int, columns: int) -> Tensor:
-        """Another, for what is written."""
+        """The buffer for what is written, as an uninitialized tensor `[rows, columns]`. The next call returns the same
+        memory."""
         return _view(self._write, dtype, rows, columns)
 
 

@@ -164,11 +164,11 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
 
     Raises EnvironmentProblem if the ranks cannot connect.
     """
-    place = described(environment)
+    place = place_among_ranks(environment)
     return _meet(*place, environment) if place else ALONE
 
 
-def described(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def place_among_ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """This process's rank, and how many there are; None for a process by itself."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if int(environment.get(count, "1")) > 1 and rank in environment:

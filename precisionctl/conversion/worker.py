@@ -124,12 +124,8 @@ class Worker:
         dtypes = {*(reads[name].dtype for name in job.reads), *(writes[name].dtype for name in job.writes)}
         return len(dtypes) == 1 and not any(name in self._reader.encodings for name in job.reads)
 
-    def _put(self, name: str, row: int, values: Tensor) -> None:
+    def _put(self, name: str, row: int, values: Tensor | Bytes) -> None:
         write_rows(self._writer, name, row, values)
-
-    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
-        """The same of values that are given as their bytes."""
-        write_rows(self._writer, name, row, data)
 
     def _copy(self, segments: Iterable[Segment]) -> None:
         """Copy rows that stay what they are."""
@@ -142,7 +138,7 @@ class Worker:
                     data[:] = 0
                 else:
                     read_bytes(self._reader, segment.read, segment.read_row + row - segment.write_row, rows, data)
-                self._put_bytes(segment.write, row, data)
+                self._put(segment.write, row, data)
 
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
@@ -259,11 +255,8 @@ class Worker:
 class Checker(Worker):
     """Does jobs again and, instead of writing, compares the results with what the target holds."""
 
-    def _put(self, name: str, row: int, values: Tensor) -> None:
+    def _put(self, name: str, row: int, values: Tensor | Bytes) -> None:
         check_rows(self._writer, name, row, values)
-
-    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
-        check_rows(self._writer, name, row, data)
 
     def check(self, job: Job) -> dict[str, str]:
         """Check a job. Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for a

@@ -209,7 +209,9 @@ class Fp8State:
                 )
 
 
-IN_MEGATRON = BY_TE, BY_RECORDER = "transformer_engine", "precisionctl's recorder in Megatron-Core"
+BY_TE = "transformer_engine"
+BY_RECORDER = "precisionctl's recorder in Megatron-Core"
+RECORDED_IN_MEGATRON = (BY_TE, BY_RECORDER)
 """`producer`s of state of Megatron-Core's own passes: TE's modules, which say no name, or our recorder."""
 
 
@@ -239,7 +241,9 @@ class Fp8States:
     def has_router_weights(self) -> bool:
         """Whether inputs of routed experts' linear_fc2 were recorded as Megatron-Core has them, times the router's
         weights. Engines, transformers and the trainer here multiply what comes out."""
-        return self.producer in IN_MEGATRON and any(name.endswith(".mlp.experts.linear_fc2") for name in self.modules)
+        return self.producer in RECORDED_IN_MEGATRON and any(
+            name.endswith(".mlp.experts.linear_fc2") for name in self.modules
+        )
 
     def without(self, modules: Container[str]) -> Fp8States:
         """The same without these modules."""

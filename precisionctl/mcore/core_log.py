@@ -19,7 +19,7 @@ def core_log() -> Iterator[Callable[[Path | None], None]]:
     they are shown."""
     kept, errors = MemoryHandler(capacity=1, flushLevel=logging.WARNING), logging.StreamHandler()
     kept.setLevel(logging.WARNING)
-    kept.addFilter(_is_true)
+    kept.addFilter(_is_not_about_overwriting)
     errors.setLevel(logging.ERROR)
     with ExitStack() as until:
 
@@ -50,6 +50,7 @@ def core_log() -> Iterator[Callable[[Path | None], None]]:
             raise
 
 
-def _is_true(record: logging.LogRecord) -> bool:
-    """Not so is that a checkpoint is the rest of a broken one: `run.json` is in its folder before megatron-core."""
+def _is_not_about_overwriting(record: logging.LogRecord) -> bool:
+    """Leaves out megatron-core's warning that it overwrites a broken checkpoint: it sees our `run.json`, which is
+    written first."""
     return not record.getMessage().startswith("Overwriting old incomplete / corrupted checkpoint")

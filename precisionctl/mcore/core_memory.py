@@ -37,7 +37,7 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
 
 def _loss_bytes(logits: int) -> int:
     """Megatron's vocab_parallel_cross_entropy holds all of them in FP32, beside the BF16 logits or their gradients,
-    and those that are made of the padding's."""
+    and their BF16 copy in which the padding's columns are filled (`_leave_out_padding`)."""
     return (2 + 2 + 4) * logits
 
 

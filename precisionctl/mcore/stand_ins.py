@@ -34,8 +34,8 @@ class _NoStream:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. Most stand-ins stay
-    in the process."""
+    """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. The stand-ins for
+    functions stay in the process."""
     let_adam_of_pytorch_be_loaded()
     _mend_padding()
     with contextlib.nullcontext() if torch.cuda.is_available() else without_cuda():
@@ -44,7 +44,8 @@ def stand_ins() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """The same of what it asks of a GPU alone."""
+    """A context in which megatron-core runs on a CPU: stand-ins for what it asks of CUDA only. Leaving it undoes the
+    mode that makes tensors on the CPU; the stand-ins for functions stay in the process."""
     _stand_in_for_cuda()
     with _CudaToCpu():
         yield
@@ -89,7 +90,7 @@ def _stand_in_for_cuda() -> None:
     again = random.CheckpointFunction.backward
 
     def compute_again(*arguments: Any) -> Any:
-        with _CudaToCpu():  # the mode around a backward is not that of what it computes again
+        with _CudaToCpu():  # modes do not reach code that backward computes again
             return again(*arguments)
 
     random.CheckpointFunction.backward = staticmethod(compute_again)

@@ -233,7 +233,7 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
     if delayed and current is None:
         left += (f"{known.why_none}: activations and gradients start at scale 1, as Megatron-Core has no warm-up",)
     elif delayed and plan.model.moe and current and not current.has_router_weights:
-        left += (f"{FC2_OF_EXPERTS} without the router's weights, which Megatron-Core multiplies them by",)
+        left += (f"{FC2_OF_EXPERTS} before multiplication by the router's weights; Megatron-Core multiplies earlier",)
     return states, (*known.notes, *left)
 
 
@@ -260,7 +260,8 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
     step, position = loading.start_of(source, skipped, plan.recipe, rows)
     updates = None
-    if "optimizer" not in skipped and loading.has_optimizer(source):
+    if "optimizer" not in skipped:
+        assert loading.has_optimizer(source), "start_of has refused what has none"
         updates = loading.trained_run(source).updates
     if world.first:
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ The blocks of block scaling are those of Megatron's tensors, in which q, k and v
 tensors are mapped to Megatron's while they are read, as in a conversion.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -37,11 +38,16 @@ SAMPLED = 8
 """Four bits take twice the time of all else that is measured, and a sum over an eighth of a weight is as telling."""
 
 
-class _Looking(Worker):
+class _Looking(Worker, ABC):
     """Looks at what a job would write."""
 
-    def _put_bytes(self, name: str, row: int, data: Bytes) -> None:
-        self._put(name, row, torch.from_numpy(data).view(self._writer.specs[name].dtype.torch))
+    def _put(self, name: str, row: int, values: Tensor | Bytes) -> None:
+        stored = self._writer.specs[name].dtype.torch
+        self._look(values if isinstance(values, Tensor) else torch.from_numpy(values).view(stored))
+
+    @abstractmethod
+    def _look(self, values: Tensor) -> None:
+        """Look at rows, given in order."""
 
 
 class _Amax(_Looking):
@@ -52,7 +58,7 @@ class _Amax(_Looking):
         self.do(job)
         return self._largest
 
-    def _put(self, name: str, row: int, values: Tensor) -> None:
+    def _look(self, values: Tensor) -> None:
         self._largest = torch.maximum(self._largest, numerics.amax(values))
 
 
@@ -68,7 +74,7 @@ class _Measurer(_Looking):
         self._measure_first(len(self._waiting))
         return MeasuredWeight(self._statistics, self._four_bits)
 
-    def _put(self, name: str, row: int, values: Tensor) -> None:
+    def _look(self, values: Tensor) -> None:
         self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values.clone()  # of a buffer
         step = max(1, _AT_ONCE // (values.shape[1] * BLOCK)) * BLOCK
         while len(self._waiting) >= step:

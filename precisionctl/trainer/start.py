@@ -97,7 +97,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     change = carry_state(Fp8States(recipe, first), amax_by_module(_weight_amax(run, linears), shapes), recipe)
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
     if any(states.has_router_weights for states in state.usable):
-        left += (f"{FC2_OF_EXPERTS} with the router's weights, as Megatron-Core has them, and here they come after it",)
+        left += (f"{FC2_OF_EXPERTS} after multiplication by the router's weights; this trainer multiplies later",)
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 

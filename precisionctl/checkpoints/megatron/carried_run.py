@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
@@ -25,9 +25,6 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import STATE, Parallelism, TensorSpec
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import finite, parts
-
-if TYPE_CHECKING:
-    pass
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -246,9 +243,8 @@ def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
 def _is_plain(value: object) -> bool:
     """Whether a value can be written again as it was read: nothing in it is a placeholder for an object whose class is
     not on the allow-list."""
+    kinds = str | bytes | int | float | DType | torch.Tensor | None
     try:
-        return all(
-            isinstance(part, str | bytes | int | float | DType | torch.Tensor | None) for part in parts(finite(value))
-        )
+        return all(isinstance(part, kinds) for part in parts(finite(value)))
     except ValueError:  # YAML can hold what archives may not
         return False

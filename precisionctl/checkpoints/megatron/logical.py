@@ -197,12 +197,9 @@ def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box
     for box in boxes:
         size = box.rows * box.columns
         at, last = max(begin - base, 0), min(end - base, size)
-        while at < last:
-            row, column = divmod(at, box.columns)
-            rows = (last - at) // box.columns if column == 0 else 0
-            columns = box.columns if rows else min(box.columns - column, last - at)
-            yield Box(box.row + row, rows or 1, box.column + column, columns), base + at - begin
-            at += (rows or 1) * columns
+        for cut in box.run(at, max(last - at, 0)):
+            yield cut, base + at - begin
+            at += cut.elements
         base += size
 
 

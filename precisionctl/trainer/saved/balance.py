@@ -50,7 +50,8 @@ _Named = Mapping[str, tuple[str, Any]]
 
 
 def _checked(found: _Named, said: Collection[str], where: Path | None) -> Balance:
-    """What the recipe has not `said`. Raises DamagedCheckpoint for what is no coefficient."""
+    """The checkpoint's coefficients, without those that the recipe sets (`said`). Raises DamagedCheckpoint for what is
+    no coefficient."""
     kept = {name: one for name, one in found.items() if name not in said}
     for name, (key, value) in kept.items():
         try:

@@ -111,10 +111,12 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
     fit the model, RecipeError if no step is left.
     """
     run.step, run.position = start_of(source, skipped, run.recipe, run.rows)
-    if "optimizer" not in skipped and has_optimizer(source):
+    if "optimizer" in skipped:
+        load_weights(source, run)
+    else:
+        assert has_optimizer(source), "start_of has refused what has none"
         plan_optimizer(source, run)
-    load_weights(source, run)
-    if "optimizer" not in skipped and has_optimizer(source):
+        load_weights(source, run)
         load_optimizer(source, run)
     if "rng" not in skipped and isinstance(source, TorchDistReader):
         load_rng(source)
@@ -149,7 +151,7 @@ def loading_notes(
     if "data" not in skipped and foreign:
         yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
     if theirs and of_trainer(source):
-        yield f"stays behind of the run: {', '.join(theirs.left)}"
+        yield f"not carried over from the run: {', '.join(theirs.left)}"
     with suppress(CheckpointError):
         if "optimizer" in skipped and source.optimizer_specs:
             yield "the checkpoint's optimizer state is left behind"
