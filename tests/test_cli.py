@@ -57,6 +57,8 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["inspect", megatron],
         ["convert", megatron, f"{hf}-0", "--to", "hf", "--dry-run"],
         ["convert", hf, f"{hf}-0", "--to", "megatron", "--dry-run"],
+        ["convert", megatron, f"{hf}-0", "--to", "dcp", "--dry-run"],
+        ["convert", hf, f"{hf}-0", "--to", "torchtitan", "--dry-run"],
         ["convert", megatron, f"{hf}-1", "--to", "hf", "--verify"],
         ["convert", hf, f"{hf}-2", "--to", "hf", "--max-shard-size", "60kB"],
         ["verify", hf, megatron],

@@ -1,3 +1,4 @@
+import errno
 import io
 import re
 from collections.abc import Iterator
@@ -38,6 +39,20 @@ def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
 def test_an_error_of_the_system_names_the_file(shown: io.StringIO) -> None:
     console.show_error(in_our_words(PermissionError(13, "Permission denied", "/some/file")))
     assert "Permission denied" in shown.getvalue() and "/some/file" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_path"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "/out"), True),
+        (OSError(errno.ENOSPC, "No space left on device", "/out"), False),
+        (OSError(errno.EMFILE, "Too many open files", "/in"), False),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
+    ],
+)
+def test_the_path_is_asked_about_only_where_it_may_be_wrong(error: OSError, is_of_path: bool) -> None:
+    told = in_our_words(error)
+    assert told.do and ("Is the path right" in told.do) == is_of_path
 
 
 def test_elsewhere_than_on_a_terminal_an_error_is_one_line_and_its_paths_are_whole(

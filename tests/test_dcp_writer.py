@@ -1,6 +1,7 @@
 """PyTorch's checkpoints that we write are what PyTorch's own loader, and a run, go on from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from precisionctl.architectures.rearrange import QKV, RotaryPairs
 from precisionctl.checkpoints import dcp_writer
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.conversion.worker import Worker
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, RecipeError
 from precisionctl.param import MOMENTS
@@ -133,6 +135,11 @@ def test_torchtitans_names_are_written_and_read_back_to_the_same_bytes(tmp_path:
     state = {"layers.0.attention.qkv_linear.wk.weight": found}
     dcp.load(state, storage_reader=FileSystemReader(tmp_path / "torchtitan"), no_dist=True)
     assert torch.equal(found, in_pairs(keys_of_heads, model.config.head_dim))
+    back = plan_command(Request(tmp_path / "torchtitan", tmp_path / "never", "hf"))
+    worker = Worker(back.plan, back.source, back.writer)
+    needing = {name for job in back.plan.jobs if worker.needs_torch(job) for name in job.reads}
+    attention = {name for name in back.source.specs if re.search("[qkv]_proj", name)}  # one job for all three
+    assert needing == attention | {"model.embed_tokens.weight"}  # which has a copy to compare
 
 
 def test_masters_are_not_rounded_while_there_is_an_optimizer(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pico
 import pytest
 import torch
@@ -79,6 +80,15 @@ def test_laying_out_again_keeps_what_is_there(tmp_path: Path) -> None:
     write_rows(writer, "w", 0, torch.ones(2, 2))
     writer.lay_out()
     assert torch.equal(load_file(tmp_path / SINGLE)["w"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("values", [torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int16), np.zeros((2, 3), np.uint8)])
+def test_values_of_another_dtype_or_size_are_never_written(tmp_path: Path, values: Any) -> None:
+    specs = {"w": TensorSpec((2, 2), DType.bfloat16)}
+    writer = HuggingFaceWriter(tmp_path, specs, Companions(), {"model_type": "llama"})
+    writer.lay_out()
+    with pytest.raises(AssertionError, match="`w`"):
+        write_rows(writer, "w", 0, values)
 
 
 def test_large_tensors_are_written_in_short_calls_and_each_goes_on_where_the_last_one_ended(

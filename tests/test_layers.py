@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -113,6 +114,45 @@ def test_no_files_import_one_another_in_a_circle():
         for name, file in modules.items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)
+
+
+def run_by_importing(node: ast.AST) -> Iterator[ast.AST]:
+    """What of a file runs when it is imported: no functions' bodies, no annotations, and nothing for type checkers."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+            parts = [*getattr(node, "decorator_list", []), *defaults]
+        case ast.AnnAssign():
+            parts = [node.target, *filter(None, [node.value])]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            parts = node.orelse
+        case _:
+            parts = list(ast.iter_child_nodes(node))
+    yield node
+    for part in parts:
+        yield from run_by_importing(part)
+
+
+def imports_torch(node: ast.AST) -> bool:
+    match node:
+        case ast.Import():
+            return any(alias.name.partition(".")[0] == "torch" for alias in node.names)
+        case ast.ImportFrom():
+            return (node.module or "").partition(".")[0] == "torch"
+        case ast.Name():
+            return node.id == "torch"
+    return False
+
+
+WHEN_USED = [file for file in FILES if "precisionctl.torch_when_used.torch" in imports(file)]
+
+
+@pytest.mark.parametrize("file", WHEN_USED, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_importing_a_file_that_takes_torch_when_it_is_used_does_not_use_it(file):
+    text = file.read_text(encoding="utf-8")
+    assert "from __future__ import annotations" in text, "annotations would use it"
+    lines = [getattr(node, "lineno", 0) for node in run_by_importing(ast.parse(text)) if imports_torch(node)]
+    assert not lines, f"lines {lines} use torch"
 
 
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():

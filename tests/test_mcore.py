@@ -233,6 +233,18 @@ def test_warnings_of_one_rank_go_to_the_runs_folder_and_errors_are_shown(
     assert capsys.readouterr().err == "wrong\n" and logging.getLogger().handlers == root
 
 
+@pytest.mark.parametrize(("error", "shown"), [(KeyError("x"), "early\nwrong\n"), (RecipeError("x"), "wrong\n")])
+def test_warnings_before_a_run_has_a_folder_are_shown_if_it_ends_in_an_unforeseen_error(
+    capsys: pytest.CaptureFixture[str], error: Exception, shown: str
+) -> None:
+    megatron = logging.getLogger("megatron.core")
+    with pytest.raises(type(error)), core_log():
+        megatron.warning("early")
+        megatron.error("wrong")
+        raise error
+    assert sorted(capsys.readouterr().err.splitlines(True)) == shown.splitlines(True)
+
+
 def test_what_the_fp8_state_of_a_source_lacks_for_megatron_core_is_said(place: Path) -> None:
     """It has no warm-up; and it multiplies by routers' weights before experts' linear_fc2."""
     asked = in_core(place, precision="fp8")

@@ -367,7 +367,12 @@ def _windows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> It
     if 0 in values.shape:
         return
     spec = target.specs[name]
-    data = values if isinstance(values, np.ndarray) else bytes_of(values.reshape(-1, spec.width))
+    if isinstance(values, np.ndarray):
+        data = values
+    else:
+        assert values.dtype == spec.dtype.torch, f"{values.dtype} for `{name}`, which is {spec.dtype}"
+        data = bytes_of(values.reshape(-1, spec.width))
+    assert data.shape[1] == spec.width * spec.dtype.itemsize, f"rows of `{name}` have other sizes"
     box = Box(row, len(data), 0, spec.width)
     for chunk, part in _touching(target, name, box):
         yield chunk, part, _window(data, part, box, spec.dtype.itemsize)

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import to_json
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
-from precisionctl.checkpoints.torch_dist.placement import lay_out, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import Placed, lay_out, place, stored_tensors
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
@@ -62,10 +62,18 @@ class DcpWriter:
         self.directory, self.specs = directory, specs
         self._companions, self._config, self._run = companions, config, run
         self._paths: dict[str, tuple[str | int, ...]] = {}
-        self._placed = place(directory, specs, {name: self._key(name) for name in specs}, ONE_RANK, PIECE_BYTES)
-        self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
+
+    @cached_property  # a plan needs no places, nor PyTorch, which makes the archives around tensors
+    def _placed(self) -> list[Placed]:
+        keys = {name: self._key(name) for name in self.specs}
+        return place(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
+
+    @cached_property
+    def _chunks(self) -> Mapping[str, list[Chunk]]:
+        found: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for placed in self._placed:
-            self._chunks[placed.name].append(placed.chunk)
+            found[placed.name].append(placed.chunk)
+        return found
 
     def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The key that a tensor is stored under, and its place in a stack of experts."""

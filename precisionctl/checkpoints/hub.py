@@ -201,7 +201,7 @@ def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list
 
     Raises CheckpointError where there are no such weights.
     """
-    from precisionctl.checkpoints.companions import kind_of  # takes torch with it, which `--help` does without
+    from precisionctl.checkpoints.companions import kind_of  # takes NumPy with it, which `--help` does without
 
     top = [name for name in names if "/" not in name]
     kinds_of = {name: kind_of(name) for name in top}

@@ -111,7 +111,7 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
         tensors[name] = value
         return _tensor(value, name)
     if isinstance(value, DType | torch.dtype):
-        return Global("torch", str(value).removeprefix("torch."))
+        return Global("torch", (value if isinstance(value, DType) else DType.of(value)).value)
     if isinstance(value, io.BytesIO):
         return PickledObject(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
     if isinstance(value, argparse.Namespace):

@@ -1,6 +1,7 @@
 """Shared by all commands: help with examples and groups of options, every error in one form, how much is told, and
 results as JSON on stdout."""
 
+import errno
 import json
 import logging
 import math
@@ -33,6 +34,11 @@ HubName of each parameter that has one."""
 
 _GENERAL = ("--json", "--quiet", "--verbose", "--debug", "--help")
 """Options of all commands, last in the help."""
+
+_PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+"""Errors of the system for which a wrong path, or a lack of rights, is to blame."""
+
+_SHOWS_WHERE = "`precisionctl --debug ...` shows where."
 
 
 def general_options() -> list[click.Parameter]:
@@ -187,7 +193,8 @@ def in_our_words(error: Exception) -> PrecisionctlError:
     if isinstance(error, PrecisionctlError):
         return error
     if isinstance(error, OSError):
-        do = "Is the path right, and may you read and write there?"
+        is_of_path = error.filename and error.errno in _PATH_ERRORS
+        do = "Is the path right, and may you read and write there?" if is_of_path else _SHOWS_WHERE
         return SystemProblem(error.strerror or str(error), where=error.filename or "", do=do)
     return unexpected(error)
 
@@ -201,9 +208,7 @@ def unexpected(error: Exception) -> PrecisionctlError:
             do="Make the work smaller (fewer --workers, shorter rows, another recipe), or take a larger machine.",
         )
     if isinstance(error, RecursionError):
-        return DamagedCheckpoint(
-            "something is nested deeper in itself than can be read", do="`precisionctl --debug ...` shows where."
-        )
+        return DamagedCheckpoint("something is nested deeper in itself than can be read", do=_SHOWS_WHERE)
     return UnexpectedError(
         what,
         do="This is a bug of this program. Please report it as an issue, with the command and the traceback that "

@@ -21,13 +21,14 @@ def with_torchtitan_names(plan: Plan) -> Plan:
     jobs, targets = list[Job](), dict[str, TensorSpec]()
     for job in plan.jobs:
         row, writes = job.row, tuple(_torchtitan_name(name) for name in job.writes)
-        if row.rearrangement == QKV:
-            row = replace(row, rearrangement=RotaryPairs(QKV), as_stored=row.source)
-            if job.name.startswith(STATE):
-                fused = tuple(dict.fromkeys(fused_name(name) for name in writes))
-                row, writes = replace(row, names=row.hf[:1], rearrangement=RotaryPairs(SAME)), fused
-        jobs.append(replace(job, row=row, writes=writes))
+        has_pairs = row.rearrangement == QKV
+        if has_pairs and job.name.startswith(STATE):
+            fused = tuple(dict.fromkeys(fused_name(name) for name in writes))
+            row, writes = replace(row, names=row.hf[:1], rearrangement=SAME), fused
         shapes = row.shapes(plan.model, "hf") * 2  # a tied tensor is there twice
+        if has_pairs:  # which changes no shape
+            row = replace(row, rearrangement=RotaryPairs(row.rearrangement), as_stored=job.row.source)
+        jobs.append(replace(job, row=row, writes=writes))
         count = len(writes)
         for new, old, shape in zip(writes, job.writes[:count], shapes[:count], strict=True):
             targets[new] = replace(plan.targets[old], shape=shape)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -109,8 +110,11 @@ class Worker:
         return self._encoder.found
 
     def needs_torch(self, job: Job) -> bool:
-        """Whether a job does more than copy bytes."""
-        return bool(job.copies) or not job.writes or not self._only_copies(job)
+        """Whether a job does more than copy bytes between files."""
+        if job.copies or not job.writes or not self._only_copies(job):
+            return True
+        chunks = chain(*map(self._reader.chunks, job.reads), *map(self._writer.chunks, job.writes))
+        return not all(isinstance(chunk.place, Path) for chunk in chunks)
 
     def _only_copies(self, job: Job) -> bool:
         """Whether a job's rows only move, and stay what they are."""

@@ -8,10 +8,10 @@ both ways (quantize_transpose_square_blockwise.cu).
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from precisionctl.fp8 import numerics
-from precisionctl.torch_when_used import torch
 
 ScaleOf = Callable[[Tensor], Tensor]
 """A function from amaxes to scales, both FP32."""

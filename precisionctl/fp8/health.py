@@ -16,13 +16,13 @@ TE's second copy, with blocks along the columns for the other GEMMs, is not meas
 import math
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
 from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
-from precisionctl.torch_when_used import torch
 
 _BY_BLOCK: tuple[Scaling, ...] = ("block", "mxfp8")
 

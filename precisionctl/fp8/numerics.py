@@ -304,7 +304,7 @@ def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`, if one is given.
+    """Values `codes * scale_inv` (FP32), multiplied in FP32 and rounded once to `dtype`; without one they stay FP32.
 
     Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
     """

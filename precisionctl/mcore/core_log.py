@@ -7,13 +7,16 @@ from contextlib import ExitStack, contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from precisionctl.errors import PrecisionctlError
+
 FILE = "megatron.log"
 
 
 @contextmanager
 def core_log() -> Iterator[Callable[[Path | None], None]]:
     """A context in which warnings are kept until the function that it gives is told of a run's folder, and then go to
-    the file there; with None they are dropped, as on all ranks but one."""
+    the file there; with None they are dropped, as on all ranks but one. If there is an unforeseen error before that,
+    they are shown."""
     kept, errors = MemoryHandler(capacity=1, flushLevel=logging.WARNING), logging.StreamHandler()
     kept.setLevel(logging.WARNING)
     kept.addFilter(_is_not_about_overwriting)
@@ -34,7 +37,17 @@ def core_log() -> Iterator[Callable[[Path | None], None]]:
             until.callback(logging.getLogger().removeHandler, handler)
         logging.captureWarnings(True)
         until.callback(logging.captureWarnings, False)
-        yield goes_to
+        try:
+            yield goes_to
+        except PrecisionctlError:
+            raise  # says what is wrong without them
+        except Exception:
+            if kept.target is None:
+                shown = logging.StreamHandler()
+                shown.addFilter(lambda record: record.levelno < errors.level)  # others are shown already
+                kept.setTarget(shown)
+                kept.flush()
+            raise
 
 
 def _is_not_about_overwriting(record: logging.LogRecord) -> bool:

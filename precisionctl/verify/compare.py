@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import Statistics
@@ -144,7 +145,7 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
         if name in left and name in right and not _same_bits(left[name], right[name]):
-            yield TensorComparison(name, "differs", str(left[name].dtype).removeprefix("torch."))
+            yield TensorComparison(name, "differs", DType.of(left[name].dtype).value)
         elif name not in right and bool(left[name].any()):
             yield TensorComparison(name, "only in A", a.stored_dtype(name))
         elif name not in left and bool(right[name].any()):

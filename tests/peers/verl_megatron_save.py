@@ -39,38 +39,38 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     parallel_state.initialize_model_parallel(TENSOR, PIPELINE)
-    without_cuda()
-    args = argparse.Namespace(**SAVED_ARGS, params_dtype=torch.bfloat16, bf16=True)
-    model = build(args, {"tensor_parallel": TENSOR, "pipeline_parallel": PIPELINE})
-    fill(model)
-    optimizer = updated(model, distributed=WAY != "plain")
-    hold(model, f"{OUT}/held.rank{rank}.pt")
-    hold_optimizer(model, optimizer, f"{OUT}/held.optimizer", rank)
-    contents = ["model", "optimizer", "extra"]
-    ways = {"dist_ckpt_optim_fully_reshardable": WAY == "fully_reshardable"}
-    ways["distrib_optim_fully_reshardable_mem_efficient"] = False
-    manager = MegatronCheckpointManager(
-        config=OmegaConf.create({"model": {"path": ""}, "actor": {"megatron": ways}}),
-        checkpoint_config=OmegaConf.create(
-            {"load_contents": contents, "save_contents": contents, "async_save": False, "strict": True}
-        ),
-        model_config=None,
-        transformer_config=model.config,
-        role="actor",
-        model=torch.nn.ModuleList([model]),
-        arch="LlamaForCausalLM",
-        hf_config=None,
-        param_dtype=torch.bfloat16,
-        share_embeddings_and_output_weights=False,
-        processing_class=None,
-        optimizer=optimizer,
-        optimizer_scheduler=None,
-        use_distributed_optimizer=WAY != "plain",
-        use_dist_checkpointing=True,
-    )
-    manager.save_checkpoint(str(OUT / "actor"), global_step=1)
-    dist.barrier()
-    dist.destroy_process_group()
+    with without_cuda():
+        args = argparse.Namespace(**SAVED_ARGS, params_dtype=torch.bfloat16, bf16=True)
+        model = build(args, {"tensor_parallel": TENSOR, "pipeline_parallel": PIPELINE})
+        fill(model)
+        optimizer = updated(model, distributed=WAY != "plain")
+        hold(model, f"{OUT}/held.rank{rank}.pt")
+        hold_optimizer(model, optimizer, f"{OUT}/held.optimizer", rank)
+        contents = ["model", "optimizer", "extra"]
+        ways = {"dist_ckpt_optim_fully_reshardable": WAY == "fully_reshardable"}
+        ways["distrib_optim_fully_reshardable_mem_efficient"] = False
+        manager = MegatronCheckpointManager(
+            config=OmegaConf.create({"model": {"path": ""}, "actor": {"megatron": ways}}),
+            checkpoint_config=OmegaConf.create(
+                {"load_contents": contents, "save_contents": contents, "async_save": False, "strict": True}
+            ),
+            model_config=None,
+            transformer_config=model.config,
+            role="actor",
+            model=torch.nn.ModuleList([model]),
+            arch="LlamaForCausalLM",
+            hf_config=None,
+            param_dtype=torch.bfloat16,
+            share_embeddings_and_output_weights=False,
+            processing_class=None,
+            optimizer=optimizer,
+            optimizer_scheduler=None,
+            use_distributed_optimizer=WAY != "plain",
+            use_dist_checkpointing=True,
+        )
+        manager.save_checkpoint(str(OUT / "actor"), global_step=1)
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
