@@ -11,7 +11,7 @@ from pico import save as save_pico
 from training import contents, make_place, make_source, run, settings
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import DiskProblem, PrecisionctlError
+from precisionctl.errors import DiskProblem, PrecisionctlError, RecipeError
 from precisionctl.reports import run as report
 from precisionctl.trainer import run_plan
 from precisionctl.trainer.measure.preflight import checkpoint_bytes
@@ -54,6 +54,21 @@ def asked(place: Path, changes: dict[str, Any]) -> Settings:
     fields = {"source": "source", "data": "text.txt", "out": "new", **changes}
     source, data, out = (place / fields.pop(name) for name in ("source", "data", "out"))
     return settings(source, data, out, **fields)
+
+
+def test_a_tokenizer_that_is_missing_comes_from_the_reference_and_what_is_there_does_not(place: Path) -> None:
+    source, reference = place / "bare", shutil.copytree(place / "source", place / "reference")
+    config = json.loads((reference / "config.json").read_text())
+    (reference / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    asked_for = asked(place, {"source": "bare", "reference": reference})
+    files = dry_run(asked_for).plan.source.companions.files
+    assert files["tokenizer.json"] == (reference / "tokenizer.json").read_bytes()
+    assert files["config.json"] == (source / "config.json").read_bytes()
+    with pytest.raises(RecipeError, match="says itself which model it is"):
+        dry_run(asked(place, {"reference": reference}))
+    (reference / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(RecipeError, match="vocabulary has another size"):
+        dry_run(asked_for)
 
 
 @pytest.mark.parametrize("name", REFUSED)
