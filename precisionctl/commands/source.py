@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
@@ -132,8 +131,9 @@ def open_hinted(
     own = reader.own_companions
     if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
         reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
-        theirs = read_model(parse_json(companions.files["config.json"], reference))
-        if "vocab_size" in reader.model.differences(theirs):
+        configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
+        mine, theirs = (config.get("vocab_size") for config in configs)
+        if None not in (mine, theirs) and mine != theirs:
             what = "the reference is of another model: its vocabulary has another size"
             raise RecipeError(what, where=reference, do="Give another one.")
     elif given and "config.json" in own.files:
