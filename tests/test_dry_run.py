@@ -88,6 +88,15 @@ def test_a_dry_run_of_a_run_that_goes_on_says_where(place: Path) -> None:
     assert (dry.going_on, dry.step, dry.disk.more) == (True, 2, 0)
 
 
+@pytest.mark.parametrize("skip", [(), ("optimizer",)])
+def test_a_dry_run_says_of_what_is_loaded_what_the_run_says(place: Path, tmp_path: Path, skip: tuple[str, ...]) -> None:
+    asked_for = asked(place, {"source": "run", "out": tmp_path / "on", "train__steps": 3, "skip": skip})
+    dry, begun = report.dry_run(dry_run(asked_for)), report.beginning(run(asked_for)[0])
+    assert dry[0] == begun[0]
+    left_behind = "the checkpoint's optimizer state is left behind"
+    assert (left_behind in dry) == (left_behind in begun) == bool(skip)
+
+
 def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:
     """Held to the files that a run has written, where each tensor is an archive of its own."""
     plan = dry_run(asked(place, {})).plan
