@@ -26,6 +26,7 @@ from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimi
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
 
 # fields of megatron.bridge.models.gpt_provider.GPTModelProvider that are not TransformerConfig's
@@ -36,7 +37,7 @@ OF_PROVIDER = {
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"),
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 }
-RUN = {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False}
+RUN = {"params_dtype": DType.bfloat16, "bf16": True, "fp16": False}
 
 
 DESCRIBED = [family for family in FAMILIES if describes(from_hf_config(make(family).config.to_dict()))]
@@ -294,7 +295,10 @@ def test_megatron_fsdps_run_goes_on_with_masters_and_moments_to_the_last_bit(tmp
     model, optimizer = trained("qwen3")
     run(config_of(model, save(tmp_path / "run", states(model, optimizer))), tmp_path / "whole", "megatron")
     whole: Any = open_checkpoint(tmp_path / "whole")
-    state: dict[str, Any] = {"args": argparse.Namespace(**whole.args), "iteration": 2}
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(**whole.args | {"params_dtype": torch.bfloat16}),
+        "iteration": 2,
+    }
     for name in whole.specs:
         of = "optimizer.state.module.module.module."
         keys = {
