@@ -178,7 +178,7 @@ def _wrong_usage(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        error.message = one_line(error.message)
+        error.message = one_line(error.message)  # type: ignore[misc]  # final for type checkers alone
         if ctx.meta[_JSON]:
             do = f"`{error.ctx.command_path} --help` has all options." if error.ctx else ""
             print_json({"error": {"kind": "UsageError", "what": error.format_message(), "where": "", "do": do}})

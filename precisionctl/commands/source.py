@@ -165,7 +165,7 @@ def _is_without_tokenizer(companions: Companions) -> bool:
 
 def _with_rest_of(reference: Companions, own: Companions) -> Companions:
     """A checkpoint's own companions, with those that the reference alone has."""
-    return Companions(reference.files | own.files, tuple(sorted({*reference.code, *own.code})), own.notes)
+    return Companions({**reference.files, **own.files}, tuple(sorted({*reference.code, *own.code})), own.notes)
 
 
 def _companions_of(reference: Path) -> Companions:
