@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from command_line import run
 
+from precisionctl import errors
 from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
@@ -346,6 +347,34 @@ def test_an_export_keeps_the_rules_of_its_engine_and_convert_to_fp8_is_one(tmp_p
     assert "MissingFp8State" in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["mod\x1b[31mel\nerror: fake", "\x1b]0;t\x07\u202emodel"])
+def test_the_name_of_a_path_writes_no_line_of_its_own(tmp_path, name):
+    (tmp_path / name).touch()
+    beside, wrong = run("inspect", tmp_path / f"{name}s"), tmp_path / f"{name}-not-there" / "x"
+    assert "Did you mean" in beside.stderr
+    file = run("convert", tmp_path, tmp_path / "out", "--to", "hf", "--fp8-state", tmp_path / f"{name}s")
+    assert "Did you mean" in file.stderr
+    for shown in (beside, file, run("inspect", wrong), run("compare", wrong, wrong)):
+        assert shown.exit_code == 2
+        assert not re.search("[\x1b\x07\u202e]|^error: fake", shown.stderr, re.MULTILINE)
+
+
+def test_of_a_full_folder_some_names_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(errors, "_MOST_BESIDE", 3)
+    for number in range(9):
+        (tmp_path / f"iter_{number}").touch()
+    seen = []
+    monkeypatch.setattr(errors.difflib, "get_close_matches", lambda name, names, n: seen.extend(names) or [])
+    assert errors.nearest_path(tmp_path / "iter") == "" and len(seen) == 3
+
+
+@pytest.mark.parametrize("target", ["not-there", "link"])
+def test_a_link_to_nothing_is_said_to_be_one(tmp_path, target):
+    (tmp_path / "link").symlink_to(target)
+    for command in (["inspect", tmp_path / "link"], ["compare", tmp_path / "link", tmp_path / "link"]):
+        assert f"It is a link to {target}, which is not there." in run(*command).stderr
+
+
 @pytest.mark.parametrize("arguments", [["verify", "."], ["verify", ".", ".", "--target", "vllm"]])
 def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
     result = run(*arguments)
@@ -368,6 +397,23 @@ def test_options_that_contradict_one_another_are_wrong_usage(tmp_path):
         result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", *wrong)
         assert result.exit_code == 2 and "error[RecipeError]:" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("to", "option", "advice"),
+    [
+        ("torchtitan", "--container=dcp", "--to torchtitan is not written as dcp. Give --to dcp alone."),
+        ("hf", "--container=dcp", "--to hf is not written as dcp. Give --to dcp alone."),
+        ("megatron", "--container=deepspeed-universal", "Give --to deepspeed alone."),
+        ("dcp", "--container=torch_dist", "--to dcp is not written as torch_dist. Leave --container out."),
+        ("deepspeed", "--precision=fp8", "Leave --precision out."),
+        ("torchtitan", "--precision=fp8", "Leave --precision out."),
+        ("torchtitan", "--tp=2", "--to torchtitan is not split for ranks. Leave --tp and its like out."),
+    ],
+)
+def test_what_contradicts_the_container_is_refused_in_the_options_that_were_given(tmp_path, to, option, advice):
+    result = run("convert", tmp_path, tmp_path / "out", "--to", to, option)
+    assert result.exit_code == 2 and advice in result.stderr
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])

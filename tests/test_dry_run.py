@@ -11,7 +11,7 @@ from pico import save as save_pico
 from training import contents, make_place, make_source, run, settings
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import DiskProblem, PrecisionctlError
+from precisionctl.errors import DiskProblem, PrecisionctlError, RecipeError
 from precisionctl.reports import run as report
 from precisionctl.trainer import run_plan
 from precisionctl.trainer.measure.preflight import checkpoint_bytes
@@ -56,6 +56,21 @@ def asked(place: Path, changes: dict[str, Any]) -> Settings:
     return settings(source, data, out, **fields)
 
 
+def test_a_tokenizer_that_is_missing_comes_from_the_reference_and_what_is_there_does_not(place: Path) -> None:
+    source, reference = place / "bare", shutil.copytree(place / "source", place / "reference")
+    config = json.loads((reference / "config.json").read_text())
+    (reference / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    asked_for = asked(place, {"source": "bare", "reference": reference})
+    files = dry_run(asked_for).plan.source.companions.files
+    assert files["tokenizer.json"] == (reference / "tokenizer.json").read_bytes()
+    assert files["config.json"] == (source / "config.json").read_bytes()
+    with pytest.raises(RecipeError, match="says itself which model it is"):
+        dry_run(asked(place, {"reference": reference}))
+    (reference / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(RecipeError, match="vocabulary has another size"):
+        dry_run(asked_for)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_run_refuses_before_it_reads_data_and_weights_a_dry_run_refuses_alike(place: Path, name: str) -> None:
     changes, words = REFUSED[name]
@@ -71,6 +86,15 @@ def test_what_a_run_refuses_before_it_reads_data_and_weights_a_dry_run_refuses_a
 def test_a_dry_run_of_a_run_that_goes_on_says_where(place: Path) -> None:
     dry = dry_run(asked(place, {"out": "run", "train__steps": 2, "train__save_every": 1}))
     assert (dry.going_on, dry.step, dry.disk.more) == (True, 2, 0)
+
+
+@pytest.mark.parametrize("skip", [(), ("optimizer",)])
+def test_a_dry_run_says_of_what_is_loaded_what_the_run_says(place: Path, tmp_path: Path, skip: tuple[str, ...]) -> None:
+    asked_for = asked(place, {"source": "run", "out": tmp_path / "on", "train__steps": 3, "skip": skip})
+    dry, begun = report.dry_run(dry_run(asked_for)), report.beginning(run(asked_for)[0])
+    assert dry[0] == begun[0]
+    left_behind = "the checkpoint's optimizer state is left behind"
+    assert (left_behind in dry) == (left_behind in begun) == bool(skip)
 
 
 def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:

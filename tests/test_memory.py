@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from training import make_source, make_text, run, settings
 
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.reports.inspect import describe
 from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.measure import memory, preflight
@@ -222,9 +224,11 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(place: Path, tmp_path: 
     words[4] = "--precision=bf16"
     in_bf16 = CliRunner().invoke(main, [*map(str, words), *options]).output
     assert "weights only, computed by PyTorch" in in_bf16 and "emulated" not in in_bf16
+    inspected = describe(open_checkpoint(place / "source"))
     for part in (
         "from step 0 to 9, weights only, FP8 emulated in PyTorch",
         "4 rows of 64, 1 in a pass; 256 tokens",
+        f"Model: {inspected['parameters']:,} parameters",
         "Nothing was started.",
     ):
         assert part in result.output

@@ -126,6 +126,19 @@ def test_in_two_dtypes_a_nan_is_one_whatever_its_bits_and_hides_no_other_element
         assert not compare(one, changed(source, DOWN, other)).equal
 
 
+def test_zeros_of_two_signs_differ_and_nans_do_not_in_one_dtype_and_in_two(source):
+    values = read_tensor(source, DOWN)
+    values[0, :2] = torch.tensor([0.0, math.nan])
+    for dtype in (torch.bfloat16, torch.float32):
+        other = values.clone().to(dtype)
+        bits = other.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
+        bits[0, 1] ^= 1  # a NaN with another payload
+        assert of(compare(changed(source, DOWN, values), changed(source, DOWN, other)), DOWN).status == "exact"
+        other[0, 0] = -0.0
+        found = of(compare(changed(source, DOWN, values), changed(source, DOWN, other)), DOWN)
+        assert (found.status, found.differing) == ("differs", 1)
+
+
 def test_a_tensor_on_one_side_only_is_named(tmp_path):
     pico.save(tmp_path / "biased", "llama-attention-bias")
     pico.save(tmp_path / "plain", "llama-2", num_key_value_heads=2)

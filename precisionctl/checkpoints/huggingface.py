@@ -57,10 +57,12 @@ class HuggingFaceReader:
 
     layout: Layout = "hf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, companions: Companions | None = None) -> None:
+        """`companions` in place of its own; config.json is its own in any case."""
         self.path = path
         self._spelling = spelling_of(path) or SAFETENSORS
-        self.companions = read_companions(path)
+        self.own_companions = read_companions(path)
+        self.companions = companions or self.own_companions
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
@@ -97,10 +99,6 @@ class HuggingFaceReader:
     @property
     def container(self) -> str:
         return self._spelling.name
-
-    @property
-    def own_companions(self) -> Companions:
-        return self.companions
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -248,7 +246,7 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path)
+    return HuggingFaceReader(path, hints.companions)
 
 
 CONTAINER = Container(

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, shown
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.untrusted.safe_files import check_fetched
 
@@ -28,14 +28,20 @@ DTYPES: Mapping[str, DType] = {
     "F8_E4M3FNUZ": DType.float8_e4m3fnuz,
     "F8_E5M2FNUZ": DType.float8_e5m2fnuz,
     "F8_E8M0": DType.float8_e8m0fnu,
+    "C64": DType.complex64,
     "I64": DType.int64,
     "I32": DType.int32,
     "I16": DType.int16,
     "I8": DType.int8,
+    "U64": DType.uint64,
+    "U32": DType.uint32,
+    "U16": DType.uint16,
     "U8": DType.uint8,
     "BOOL": DType.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NOT_READ = ("F4", "F6_E2M3", "F6_E3M2")
+"""Dtypes of the format whose elements are no whole bytes. No model that people serve is stored in them."""
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
 """Most commas and brackets in a header, enough for half a million tensors. Parsing 100 MB of `[],` takes gigabytes."""
@@ -59,7 +65,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Every tensor of a file by name, and the file's metadata. Raises DamagedCheckpoint for a file that is not in the
-    format, or truncated, or with overlaps or holes."""
+    format, or truncated, or with overlaps or holes; NotUnderstood for a dtype of less than a byte."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -68,7 +74,8 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
                 check_fetched(path)
                 raise DamagedCheckpoint("truncated, or not a safetensors file", where=path, do="Copy it again.")
             header, metadata = _parse(file.read(length))
-        tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
+        with at(path):
+            tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"the header makes no sense: {type(error).__name__}: {error}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again.") from error
@@ -120,6 +127,9 @@ def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
         if type(numbers) is not list or len(numbers) > 64 or not all(type(number) is int for number in numbers):
             raise ValueError(f"{shown(numbers)} as sizes or offsets")
     begin, end = span
+    if entry["dtype"] in _NOT_READ:
+        what = f"tensors of dtype {entry['dtype']} are not converted"
+        raise NotUnderstood(what, do="Let the program that wrote it write BF16, or codes packed into U8.")
     spec = shared_spec(tuple(shape), DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")

@@ -21,6 +21,7 @@ from precisionctl.errors import (
     RecipeError,
     SystemProblem,
     UnexpectedError,
+    one_line,
 )
 
 SCHEMA_VERSION = 1
@@ -178,10 +179,12 @@ class Commands(click.Group):
 
 @contextmanager
 def _wrong_usage(ctx: click.Context) -> Iterator[None]:
-    """With `--json`, print click's errors on stdout as an object, before click prints them on stderr."""
+    """Make click's errors fit for a terminal, as they quote paths; with `--json`, print them on stdout as an object,
+    before click prints them on stderr."""
     try:
         yield
     except click.UsageError as error:
+        error.message = one_line(error.message)  # type: ignore[misc]  # final for type checkers alone
         if ctx.meta[_JSON]:
             do = f"`{error.ctx.command_path} --help` has all options." if error.ctx else ""
             print_json({"error": {"kind": "UsageError", "what": error.format_message(), "where": "", "do": do}})

@@ -116,14 +116,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     `export-inference --target vllm`, with the scheme that fits --recipe. Megatron's own FP8 flags, such as
     --fp8-amax-history-len, are accepted beside --recipe.
     """
-    from precisionctl.commands.request import Request
+    from precisionctl.commands.request import Request, layout_and_container
 
-    if container := {
-        "dcp": "dcp",
-        "torchtitan": "torchtitan",
-        "deepspeed": "deepspeed-universal",
-    }.get(what["to"]):
-        what |= {"to": "hf", "container": what["container"] or container}
+    what["to"], what["container"] = layout_and_container(what["to"], what["container"])
     do(Request(recipe=precision_of(recipe, megatron), **what), how)
 
 

@@ -130,7 +130,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
     if scheme not in FIXED_INPUTS and request.fp8_state and not request.kv_cache:
         raise RecipeError(
-            f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
+            f"under {scheme} no input scales are stored, which FP8 state is for", do="Leave --fp8-state out."
         )
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     if scheme == "block" and source.codes is not None and (in_powers_of_2(source.codes) or all_mxfp4(source.codes)):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.dtypes import DType
@@ -34,6 +34,9 @@ TORCHTITAN = "torchtitan"
 STATE_DICTS = (DCP, TORCHTITAN, DEEPSPEED)
 """Containers of what trainers load: names that a model has in memory, FP32 masters and an optimizer."""
 
+ASKED_AS: Mapping[str, str] = {DCP: "dcp", TORCHTITAN: "torchtitan", DEEPSPEED: "deepspeed"}
+"""What `--to` says for each of them."""
+
 StrPath = str | os.PathLike[str]
 """A path, as programs that use the library have it."""
 
@@ -51,6 +54,18 @@ CONTAINERS: Mapping[Layout, tuple[str, ...]] = {
     "megatron": ("torch_dist", "torch"),
 }
 """The containers that can be written in each layout; the first is the default."""
+
+
+def layout_and_container(to: str, container: str | None) -> tuple[Layout, str | None]:
+    """What `--to` and `--container` ask for, as a Request has it. Raises RecipeError where they contradict."""
+    if container is not None and ASKED_AS.get(container, to) != to:
+        raise RecipeError(f"--to {to} is not written as {container}", do=f"Give --to {ASKED_AS[container]} alone.")
+    for own, asked in ASKED_AS.items():
+        if to == asked:
+            if container not in (None, own):
+                raise RecipeError(f"--to {to} is not written as {container}", do="Leave --container out.")
+            return "hf", own
+    return cast(Layout, to), container
 
 
 @dataclass(frozen=True)
@@ -112,12 +127,14 @@ class Request:
             what = f"no conversion to {self.to} in {self.precision}"
             raise RecipeError(what, do=f"Layouts: {', '.join(CONTAINERS)}; precisions: {', '.join(_VALUES)}.")
         if self.to == "hf" and self.parallelism != ONE_RANK:
-            raise RecipeError("Hugging Face directories are not split for ranks", do="Leave --tp and its like out.")
+            to = ASKED_AS.get(self.container or "", "hf")
+            raise RecipeError(f"--to {to} is not split for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
         if self.container in ("bin", *STATE_DICTS) and self.for_inference:
-            raise RecipeError(f"FP8 weights are not written as {self.container}", do="Leave --container out.")
+            option = "--precision" if self.is_state_dict else "--container"
+            raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")
         if self.container == DEEPSPEED and (self.precision not in ("keep", "fp32") or self.drop_optimizer):
             raise RecipeError(
                 "DeepSpeed needs FP32 masters and an optimizer",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import spelling_of
@@ -135,7 +135,15 @@ def open_hinted(
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     given = [name for name, hint in {"--architecture": architecture, "--reference": reference}.items() if hint]
-    if given and "config.json" in reader.own_companions.files:
+    own = reader.own_companions
+    if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
+        reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
+        configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
+        mine, theirs = (config.get("vocab_size") for config in configs)
+        if None not in (mine, theirs) and mine != theirs:
+            what = "the reference is of another model: its vocabulary has another size"
+            raise RecipeError(what, where=reference, do="Give another one.")
+    elif given and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint says itself which model it is, by a config.json of its own",
             where=path,
@@ -155,6 +163,16 @@ def open_hinted(
                 f"the reference is of another model: {error.what}", where=reference, do="Give another one."
             ) from error
     return reader
+
+
+def _is_without_tokenizer(companions: Companions) -> bool:
+    """Whether there is a config.json, and no tokenizer beside it."""
+    return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
+
+
+def _with_rest_of(reference: Companions, own: Companions) -> Companions:
+    """A checkpoint's own companions, with those that the reference alone has."""
+    return Companions({**reference.files, **own.files}, tuple(sorted({*reference.code, *own.code})), own.notes)
 
 
 def _companions_of(reference: Path) -> Companions:

@@ -48,7 +48,7 @@ def look_ahead_in_core(model: ModelShape, recipe: Recipe, backend: BackendName, 
     others = tuple(_fitting(model, recipe, backend, ranks, free, gpu)) if memory.total > free else ()
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
     flops = training_flops(model, [length] * rows)
-    return Preflight(ranks, memory, free, flops, rows * length, Parameters.of(model).all, others)
+    return Preflight(ranks, memory, free, flops, rows * length, others)
 
 
 def _fitting(

@@ -21,10 +21,9 @@ from precisionctl.trainer.start import StateOrigin
 def beginning(started: Started) -> list[str]:
     """The run's precision, steps and backend, the origin of each role's FP8 state, disk space and notes."""
     recipe = started.recipe
-    taken = "weights only" if "optimizer" in started.skipped else "weights and optimizer"
     lines = [
         f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
-        f"{'continued' if started.going_on else taken}, {computed(started)}"
+        f"{_taken(started)}, {computed(started)}"
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
@@ -34,20 +33,29 @@ def beginning(started: Started) -> list[str]:
 def dry_run(dry: DryRun) -> list[str]:
     """What a run would do, and the memory and disk that it needs."""
     plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
-    how = "continued" if dry.going_on else "full" if plan.load == "full" else "weights only"
+    parameters = sum(spec.rows * spec.columns for spec in plan.source.specs.values())
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
     rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"
     lines = [
-        f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {how}, {computed(plan)}{several}",
-        f"Model: {ahead.parameters:,} parameters",
+        f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {_taken(dry)}, "
+        f"{computed(plan)}{several}",
+        f"Model: {parameters:,} parameters",
         f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
         f"Memory of each rank: about {size(ahead.memory.total)}, and {size(ahead.free)} are free",
         f"  {', '.join(f'{key} {value}' for key, value in memory.items())}",
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, *_disk(dry.disk), "Nothing was started."]
+    return [*lines, *_disk(dry.disk), *plan.notes(), "Nothing was started."]
+
+
+def _taken(run: Started | DryRun) -> str:
+    """What a run begins with."""
+    if run.going_on:
+        return "continued"
+    skipped = run.skipped if isinstance(run, Started) else run.plan.skipped
+    return "weights only" if "optimizer" in skipped else "weights and optimizer"
 
 
 def _disk(space: DiskSpace) -> list[str]:

@@ -165,7 +165,7 @@ class Tokenizer:
         size, named = sum(map(len, self._files.values())), ", ".join(self._files)
         do = (
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
-            "config.json is; in a Megatron checkpoint that is precisionctl/hf."
+            "config.json is; in a Megatron checkpoint that is precisionctl/hf. For `resume` a --reference will do."
         )
         if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
             raise DataError("the checkpoint has no tokenizer", where=named, do=do)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import safetensors
+import torch
+from safetensors.torch import save_file
 
 from precisionctl.checkpoints.safetensors_file import read_header
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood
 
 SOUND = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 ANOTHER = {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]}
@@ -108,6 +110,21 @@ def test_what_the_lies_are_about_is_read_when_it_is_sound(tmp_path: Path) -> Non
         "a": ((2, 3), path.stat().st_size - 32),
         "b": ((8,), path.stat().st_size - 8),
     }
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_a_dtype_of_the_format_that_is_not_read_is_no_damage(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(said(dtype=dtype))
+    with pytest.raises(NotUnderstood, match=f"tensors of dtype {dtype} are not converted .*model.safetensors"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
+def test_whatever_dtype_pytorch_saves_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.zeros(2, 3).to(dtype)}, tmp_path / "model.safetensors")
+    (found,) = read_header(tmp_path / "model.safetensors").values()
+    assert (found.spec.dtype.torch, found.spec.shape) == (dtype, (2, 3))
 
 
 def test_a_header_of_a_hundred_megabytes_of_brackets_is_not_parsed(tmp_path: Path) -> None:

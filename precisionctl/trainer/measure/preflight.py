@@ -18,7 +18,7 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, Train
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
-from precisionctl.trainer.measure.memory import Memory, Parameters, estimate
+from precisionctl.trainer.measure.memory import Memory, estimate
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.world import World, check
 from precisionctl.trainer.saved import run_folder
@@ -31,7 +31,7 @@ MOST_RANKS, MOST_TENSOR = 1024, 8
 @dataclass(frozen=True)
 class Preflight:
     """What a run on `ranks` ranks will take: `memory` on each rank, of which `free` bytes are available; FLOPs and
-    tokens of an update with full rows; the number of parameters. `alternatives` say in words which changes would make
+    tokens of an update with full rows. `alternatives` say in words which changes would make
     it fit, if it does not."""
 
     ranks: int
@@ -39,7 +39,6 @@ class Preflight:
     free: int
     flops: int
     tokens: int
-    parameters: int
     alternatives: tuple[str, ...]
 
     @property
@@ -54,7 +53,7 @@ def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: i
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
     others = tuple(_fitting(model, recipe, backend, ranks, free, gpu)) if memory.total > free else ()
     flops = training_flops(model, [length] * rows)
-    return Preflight(ranks, memory, free, flops, rows * length, Parameters.of(model).all, others)
+    return Preflight(ranks, memory, free, flops, rows * length, others)
 
 
 def require_memory(ahead: Preflight, recipe: Recipe, world: World) -> tuple[str, ...]:
