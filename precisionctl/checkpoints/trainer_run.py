@@ -1,5 +1,7 @@
 """A run of another trainer than Megatron, as far as its checkpoint tells of it: AdamW's count and settings."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
