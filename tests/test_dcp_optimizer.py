@@ -245,7 +245,7 @@ def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_
     rows = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
     gpt = GPT(reader.model, recipe.precision)
     run = Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows)
-    loading.load_optimizer(reader, run)
+    loading.load_optimizer(reader, run, loading.plan_optimizer(reader, run))
     assert run.optimizer.steps == 2
     for kind, tensors in run.optimizer.tensors.items():
         assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in tensors.items())

@@ -83,7 +83,7 @@ def losses(path: Path) -> list[float]:
     run = Run(recipe, ours, MasterAdamW(ours, settings), ROWS)
     loading.load_weights(source, run)
     if loading.has_optimizer(source):
-        loading.load_optimizer(source, run)
+        loading.load_optimizer(source, run, loading.plan_optimizer(source, run))
     found = []
     for step in range(2, 7):
         count, generator = source.model.vocab_size, torch.Generator().manual_seed(step)

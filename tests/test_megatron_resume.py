@@ -60,7 +60,7 @@ def made_run(source: Any) -> Run:
 def test_masters_and_moments_that_megatron_core_saved_are_those_it_had(megatron: Path, way: str) -> None:
     source: Any = open_checkpoint(megatron / way)
     held = made_run(source)
-    loading.load_optimizer(source, held)
+    loading.load_optimizer(source, held, loading.plan_optimizer(source, held))
     assert held.optimizer.steps == 1
     expected = torch.load(megatron / "expected.pt", weights_only=True)
     assert {local(name) for name in held.optimizer.masters} == set(expected)

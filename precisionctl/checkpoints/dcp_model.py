@@ -21,6 +21,8 @@ from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.trainer_run import (
+    NO_SCHEDULE,
+    OF_THE_LOOP,
     ParameterGroup,
     TrainerRun,
     adam_settings,
@@ -148,10 +150,10 @@ class DcpModelReader(TrainerDirectory):
     @cached_property
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
-        left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
         muon, adam = ([group for group in self._groups if group.of_muon == is_muon] for is_muon in (True, False))
         settings = adam_settings(adam, self.path)
-        found = TrainerRun(self._optimizer.updates(self.path), settings, (*left, *lost_settings(adam)))
+        left = (NO_SCHEDULE, *OF_THE_LOOP, *lost_settings(adam))
+        found = TrainerRun(self._optimizer.updates(self.path), settings, left)
         if not muon:
             return found
         own = ("different settings for groups of Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()

@@ -17,6 +17,8 @@ from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import (
+    NO_SCHEDULE,
+    OF_THE_LOOP,
     TrainerRun,
     adam_settings,
     count_of_updates,
@@ -215,5 +217,5 @@ class NumberedOptimizer:
         names = [[name for index in group["params"] for name in held.get(index, ())] for group in stored]
         shapes = [{name: self.parameters[name].shape for name in each} for each in names]
         groups = [stored_group(one, self.path, of) for one, of in zip(stored, shapes, strict=True)]
-        left = ("the schedule of learning rates, whose kind is not stored", "random generators", "the order of data")
-        return TrainerRun(counts.pop(), adam_settings(groups, self.path), (*left, *lost_settings(groups)))
+        left = (NO_SCHEDULE, *OF_THE_LOOP, *lost_settings(groups))
+        return TrainerRun(counts.pop(), adam_settings(groups, self.path), left)

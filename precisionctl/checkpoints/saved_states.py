@@ -10,7 +10,15 @@ from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
-from precisionctl.checkpoints.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_settings, lost_settings
+from precisionctl.checkpoints.trainer_run import (
+    NO_COUNT,
+    NO_SCHEDULE,
+    OF_THE_LOOP,
+    ParameterGroup,
+    TrainerRun,
+    adam_settings,
+    lost_settings,
+)
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec
 
@@ -87,10 +95,9 @@ class SavedStatesReader(TrainerDirectory):
         """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
         if self._saved.updates is None:
             raise CheckpointError(NO_COUNT, where=self._directory, do=DROP_OPTIMIZER)
-        left = ("the schedule of learning rates, whose kind is not stored", *self._saved.left)
-        more = ("random generators", "the order of data", *lost_settings(self._saved.groups))
+        left = (NO_SCHEDULE, *self._saved.left, *OF_THE_LOOP, *lost_settings(self._saved.groups))
         settings = adam_settings(self._saved.groups, self._directory)
-        return TrainerRun(self._saved.updates, settings, (*left, *more))
+        return TrainerRun(self._saved.updates, settings, left)
 
     @property
     def iteration(self) -> int | None:

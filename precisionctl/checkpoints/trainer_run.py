@@ -23,6 +23,10 @@ NO_COUNT = "nothing says how many updates the optimizer made"
 DIFFERENT_COUNTS = "its parameters had different numbers of updates"
 """Of an optimizer that has counted each parameter's updates by itself: one count has no place for it."""
 
+NO_SCHEDULE = "the schedule of learning rates, whose kind is not stored"
+OF_THE_LOOP = ("random generators", "the order of data")
+"""What stays behind of any other trainer's run, as `TrainerRun.left`."""
+
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
 

@@ -69,8 +69,8 @@ def open_source(request: Request) -> Source:
     """Open the source of a request, and plan the result in high precision.
 
     Raises RecipeError for hints that contradict the checkpoint or are not needed, and for a precision that an optimizer
-    does not go along in, MappingError for state or encodings
-    of another model, and as `open_checkpoint` and `make_plan`.
+    does not go along in, MappingError for state or encodings of another model, and as `open_checkpoint` and
+    `make_plan`.
     """
     reader = open_hinted(
         request.source, request.iteration, request.architecture, request.reference, request.grouped_columns

@@ -115,9 +115,9 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
         load_weights(source, run)
     else:
         assert has_optimizer(source), "start_of has refused what has none"
-        plan_optimizer(source, run)
+        plan = plan_optimizer(source, run)
         load_weights(source, run)
-        load_optimizer(source, run)
+        load_optimizer(source, run, plan)
     if "rng" not in skipped and isinstance(source, TorchDistReader):
         load_rng(source)
 
@@ -221,10 +221,9 @@ def plan_optimizer(source: MegatronReader | TrainedReader, run: Run) -> Plan:
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 
 
-def load_optimizer(source: MegatronReader | TrainedReader, run: Run) -> None:
-    """Load master weights, moments and the number of updates. Master weights that are not there stay as `load_weights`
-    left them. Raises as `plan_optimizer`, and DamagedCheckpoint for flat buckets that do not fit the weights."""
-    plan = plan_optimizer(source, run)
+def load_optimizer(source: MegatronReader | TrainedReader, run: Run, plan: Plan) -> None:
+    """Load master weights, moments and the number of updates by `plan_optimizer`. Master weights that are not there
+    stay as `load_weights` left them. Raises DamagedCheckpoint for flat buckets that do not fit the weights."""
     if isinstance(source, TorchDistReader) and source.in_buckets and run.world.first:
         with _how_to_continue():
             prove_masters(source)
