@@ -63,7 +63,7 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["convert", megatron, f"{hf}-1", "--to", "hf", "--verify"],
         ["convert", hf, f"{hf}-2", "--to", "hf", "--max-shard-size", "60kB"],
         ["convert", megatron, f"{hf}-3", "--to", "megatron", "--container", "torch", "--tp", "2"],
-        ["convert", f"{hf}-3", f"{hf}-4", "--to", "dcp"],
+        ["convert", megatron, f"{hf}-4", "--to", "dcp"],
         ["convert", f"{hf}-4", f"{hf}-5", "--to", "hf", "--container", "bin"],
         ["verify", hf, megatron],
         ["verify", f"{hf}-1", f"{hf}-2"],
