@@ -145,7 +145,7 @@ def test_eval_writes_what_it_measured_and_the_last_time_counts(source: Path, tmp
     lines = [line for line in shown.stdout.splitlines() if line.startswith("perplexity")]
     assert f"- held_out.txt: {lines[0]}\n" in card
     without = CliRunner().invoke(main, ["eval", str(source), *words[2:]])
-    assert without.exit_code == 1 and "no model card of an export" in without.output
+    assert without.exit_code == 1 and "no model card that an export wrote" in without.output
 
 
 def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
