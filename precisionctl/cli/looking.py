@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         "Is FP8 safe": ["--fp8", "--fp8-state", "--html", "--workers"],
         "Input": ["--grouped-columns", "--iteration"],
     },
+    headers_do=lambda given: not given["fp8"],
 )
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
