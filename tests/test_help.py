@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from command_line import run
 
 from precisionctl.cli import main
+from precisionctl.cli.options import Choice
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,6 +47,11 @@ def test_every_option_of_a_long_help_stands_in_one_group(name: str) -> None:
         assert re.search(rf"^  (-\w, )?{re.escape(words)}\b|^{re.escape(words)}:$", shown, re.MULTILINE), words
     if len(options) > 10:
         assert "\nOptions:" not in shown  # there every one has its group
+
+
+def test_every_option_of_words_answers_with_the_one_that_was_meant() -> None:
+    kinds = [each.type for command in main.commands.values() for each in command.params]
+    assert all(isinstance(kind, Choice) for kind in kinds if isinstance(kind, click.Choice))
 
 
 def test_quiet_prints_errors_and_json_alone_before_a_command_or_after_it(tmp_path: Path) -> None:

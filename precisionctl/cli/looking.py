@@ -15,6 +15,7 @@ from precisionctl.cli.options import (
     POSITIVE,
     RUN,
     TOO_FAR,
+    Choice,
     Percent,
     grouped_columns_option,
     iteration_option,
@@ -341,7 +342,7 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",
-    type=click.Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
+    type=Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
     required=True,
     help="The framework that will continue from CHECKPOINT.",
 )
