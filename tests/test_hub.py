@@ -29,7 +29,7 @@ from precisionctl.errors import (
     RecipeError,
     UnknownFormat,
 )
-from precisionctl.reports.table import size
+from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import LENGTHS
 
 OTHERS = (

@@ -107,7 +107,7 @@ def _download(ctx: click.Context, *, headers: bool) -> None:
         return
     from precisionctl import console
     from precisionctl.conversion.ranks import place_among_ranks
-    from precisionctl.reports.table import size
+    from precisionctl.sizes import size
 
     for key, name in names.items():
         ctx.params[key] = name.download(

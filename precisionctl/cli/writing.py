@@ -25,7 +25,7 @@ from precisionctl.cli.options import (
     parallelism_options,
     writing_options,
 )
-from precisionctl.reports.table import size
+from precisionctl.sizes import size
 
 if TYPE_CHECKING:
     from precisionctl.commands.request import Request

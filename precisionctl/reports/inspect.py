@@ -25,7 +25,8 @@ from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
-from precisionctl.reports.table import Table, size
+from precisionctl.reports.table import Table
+from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
