@@ -59,7 +59,7 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Show what a checkpoint contains, and its FP8 state.
+    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate does.
 
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
@@ -71,10 +71,14 @@ def inspect(
     from precisionctl import console
     from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
-    reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
-    description = report.describe(reader)
+    if not fp8 and sidecar.is_sidecar(checkpoint):
+        description = report.describe_state(sidecar.read(checkpoint), checkpoint)
+    else:
+        reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
+        description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
         from precisionctl.reports import readiness as judged
