@@ -262,7 +262,7 @@ UNREAD = (
     Foreign(
         "FP8 state of calibrate or a recorder, and no checkpoint",
         "a file with `precisionctl` in the metadata of safetensors",
-        "Give the checkpoint that it was recorded with, and {path} as --fp8-state. `inspect` without --fp8 shows it.",
+        "Give the checkpoint that it was recorded with, and this file as --fp8-state. `inspect FILE` shows it.",
         lambda path: "" if sidecar.is_sidecar(path) else None,
     ),
     Foreign(

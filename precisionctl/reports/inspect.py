@@ -329,10 +329,11 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     recorded = fp8["recorded_at_iteration"]
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
-    others = ", with other weights than these: not used" if fp8["of_these_weights"] is False else ""
+    ago = f", {age} steps ago" if age else ""
+    others = {True: "", False: ", with other weights than these: not used", None: "; not compared with weights"}
     rows = [
         ("FP8 recipe", words),
-        ("FP8 state", f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "") + others),
+        ("FP8 state", f"{len(fp8['modules'])} modules, {when}{ago}{others[fp8['of_these_weights']]}"),
     ]
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))
