@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import run
 
-from precisionctl.reports.table import size
+from precisionctl.sizes import size
 
 CASES = {
     "llama-tied": (["--tp", 2, "--pp", 2], ["0", "1"]),

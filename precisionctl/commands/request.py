@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.dtypes import DType
-from precisionctl.errors import RecipeError
+from precisionctl.errors import RecipeError, nearest
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
@@ -130,8 +130,8 @@ class Request:
             to = ASKED_AS.get(self.container or "", "hf")
             raise RecipeError(f"--to {to} is not split for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):
-            known = ", ".join(CONTAINERS[self.to])
-            raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
+            what = f"--to {self.to} is not written as {self.container}"
+            raise RecipeError(what, do=nearest(self.container, CONTAINERS[self.to]))
         if self.container in ("bin", *STATE_DICTS) and self.for_inference:
             option = "--precision" if self.is_state_dict else "--container"
             raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")

@@ -9,7 +9,8 @@ from precisionctl.model_shape import UntabledModel
 from precisionctl.param import ONE_RANK, STATE
 from precisionctl.planning.checks import without_numbers
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.reports.table import Table, size
+from precisionctl.reports.table import Table
+from precisionctl.sizes import size
 
 _LINES = 200
 """Most kinds that are shown: a stranger's names may all differ."""
