@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-OUR_VERSIONS = ("--constraint", str(ROOT / "constraints.txt"))
+CONSTRAINTS = ROOT / "constraints.txt"
+OUR_VERSIONS = ("--constraint", str(CONSTRAINTS))
 
 MODELOPT_VERSION = "0.47.0"
 """The version whose JSON quant_methods/modelopt.py writes."""
@@ -69,7 +70,9 @@ def python_with(
     folder = ROOT / ".peers" / name
     python, ready = folder / "bin" / "python", folder / "ready"
     apart = [f"{without_dependencies} {any_version}"] if without_dependencies else []
+    # Checkouts may share environments: what the file says counts, and not where it lies.
     wanted = "\n".join([*(" ".join(install) for install in installs), *apart])
+    wanted = wanted.replace(str(CONSTRAINTS), CONSTRAINTS.read_text())
     if not ready.is_file() or ready.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         for install in installs:
