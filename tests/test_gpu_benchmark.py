@@ -195,6 +195,16 @@ def test_the_gpu_s_way_of_casting_makes_the_codes_of_an_export(tmp_path: Path, s
         assert source.read(kept.size) == made.read(kept.size)
 
 
+@pytest.mark.parametrize("scheme", casts.BLOCKS)
+def test_what_the_cores_do_is_a_task_of_the_benchmark_of_conversions(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(convert, "run_child", lambda task, *_: asked.append(task) or {})
+    casts._by_cores(scheme, tmp_path, tmp_path, 1)
+    assert asked[0] in convert.TASKS and asked[0].endswith(scheme)
+
+
 def test_zeros_are_codes_too() -> None:
     codes, scale_inv = casts.coded(torch.zeros(130, 4, dtype=torch.bfloat16), (128, 128))
     assert scale_inv.tolist() == [[1.0], [1.0]] and not codes.float().any()
