@@ -67,7 +67,7 @@ def python_with(
 ) -> Path:
     """The Python of an environment made by these `pip install`s, one after the other. Then come the requirements of a
     package that was installed `without_dependencies`: those of `any_version` in that which there is."""
-    folder = ROOT / ".peers" / name
+    folder = (ROOT / ".peers").resolve() / name  # its scripts name the folder that checkouts share
     python, ready = folder / "bin" / "python", folder / "ready"
     apart = [f"{without_dependencies} {any_version}"] if without_dependencies else []
     # Checkouts may share environments: what the file says counts, and not where it lies.
