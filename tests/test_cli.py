@@ -231,6 +231,9 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out"
             "optimizer.lr?",
         ),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
+        (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
+        (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
+        (["convert", "{}", "{}/out", "--to", "megatron", "--container", "torch_dis"], "Did you mean torch_dist?"),
     ],
 )
 def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, arguments, advice):
