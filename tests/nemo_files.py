@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
+import transformers
 import yaml
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
@@ -21,7 +22,7 @@ State = dict[str, Tensor]
 
 def fields(config: Any, **more: Any) -> dict[str, Any]:
     """What is in model_config.yaml, of a Llama, a Qwen2 or a Mixtral."""
-    experts = getattr(config, "num_local_experts", None)
+    experts, window = getattr(config, "num_local_experts", None), getattr(config, "sliding_window", None)
     return {
         "target": TARGET,
         "mcore_gpt": True,
@@ -41,6 +42,7 @@ def fields(config: Any, **more: Any) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_percentage": 1.0,
         "rotary_base": config.rope_parameters["rope_theta"],
+        **({"window_size": [window, 0]} if window else {}),
         "share_embeddings_and_output_weights": config.tie_word_embeddings,
         "apply_query_key_layer_scaling": True,
         "make_vocab_size_divisible_by": 2,
@@ -180,3 +182,28 @@ def pack(folder: Path, path: Path, mode: Any = "w:") -> Path:
     with tarfile.open(path, mode) as tar:
         tar.add(folder, arcname=".")
     return path
+
+
+_TINY = transformers.LlamaConfig(
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=16,
+    max_position_embeddings=32,
+)
+FIELDS = fields(_TINY)
+_SHAPES = {
+    "embedding.word_embeddings.weight": (16, 8),
+    "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (8,),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (16, 8),
+    "decoder.layers.0.self_attention.linear_proj.weight": (8, 8),
+    "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": (8,),
+    "decoder.layers.0.mlp.linear_fc1.weight": (24, 8),
+    "decoder.layers.0.mlp.linear_fc2.weight": (8, 12),
+    "decoder.final_layernorm.weight": (8,),
+    "output_layer.weight": (16, 8),
+}
+STATE = {f"model.{name}": torch.ones(shape, dtype=torch.bfloat16) for name, shape in _SHAPES.items()}
+"""Of a tiny Llama, and its state dict."""

@@ -118,7 +118,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
-    "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
+    "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
     "rewards": (of_class(AutoModelForSequenceClassification), "head for rewards or classes", "language model"),
@@ -153,9 +153,7 @@ def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str)
     assert refused.value.where == str(tmp_path / "here")
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("model.safetensors", "a file of a checkpoint")]
-)
+@pytest.mark.parametrize(("name", "what"), [("model.gguf", "GGUF"), ("model.safetensors", "a file of a checkpoint")])
 def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UnknownFormat, match=what):

@@ -1,6 +1,5 @@
 """NeMo 1's checkpoints, packed and unpacked, become the model that they were made of."""
 
-import io
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,13 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, UnknownFormat
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    PrecisionctlError,
+    UnknownArchitecture,
+    UnknownFormat,
+)
 from precisionctl.reports import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -99,12 +104,6 @@ def test_the_reference_says_how_far_the_vocabulary_is_padded(tmp_path: Path) -> 
     path = nemo_files.pack(unpacked(tmp_path, "mistral", in_torch_dist, rows=256), tmp_path / "model.nemo")
     conversions.run(path, tmp_path / "out", "hf", reference=tmp_path / "hf", workers=1)
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].shape[0] == 250
-
-
-def gnu(folder: Path, path: Path) -> None:
-    with tarfile.open(path, "w:", format=tarfile.GNU_FORMAT) as tar:
-        tar.add(folder, arcname="./" + "long/" * 30 + "..")  # not read: only that such names are understood
-    assert tarfile.open(path).getmembers()
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])

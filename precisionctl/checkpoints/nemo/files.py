@@ -64,7 +64,7 @@ def _entries(path: Path) -> Files:
                 raise ValueError("it ends without the mark of an end")
             if not any(header):
                 return found
-            entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+            entry = tarfile.TarInfo.frombuf(header, "utf-8", "replace")
             length, begin = int(extended.get("size", entry.size)), at + _BLOCK
             if length < 0 or begin + length > end:
                 raise ValueError(f"{length} bytes of {shown(entry.name)} in an archive of {end}")
