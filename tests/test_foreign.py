@@ -120,7 +120,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
-    "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
+    "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
     "rewards": (of_class(AutoModelForSequenceClassification), "head for rewards or classes", "language model"),
@@ -158,7 +158,7 @@ def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *(("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("notes.txt", "a file, and no checkpoint")),
+        *(("model.gguf", "GGUF"), ("notes.txt", "a file, and no checkpoint")),
         *((name, "one file of a checkpoint") for name in ("model.safetensors", "__0_0.distcp", ".metadata")),
     ],
 )

@@ -215,11 +215,10 @@ UNREAD = (
         _has("*.gguf"),
     ),
     Foreign(
-        "an archive of NeMo 1",
-        "`*.nemo`, or `model_weights.ckpt` beside `model_config.yaml`",
-        "In NeMo's container: `python scripts/checkpoint_converters/convert_llama_nemo_to_hf.py --input_name_or_path "
-        "FILE --output_path OUT` (there is one for each family), and give OUT.",
-        _has("*.nemo", "model_weights.ckpt"),
+        "a folder with an archive of NeMo 1 in it",
+        "`*.nemo`",
+        "Give {path}/{found}.",
+        _has("*.nemo"),
     ),
     Foreign(
         "a Llama in Meta's own files",

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_files
+import nemo_files
 import pico
 import pytest
 import torch
 import trained_models
 import verl_files
+import yaml
 from fp8_directories import make
 from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from precisionctl.architectures.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_tensor
@@ -89,6 +92,20 @@ def test_a_config(tmp_path: Path, family: str) -> None:
     config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
     check(kept, IN_JSON, lambda v: (tmp_path / "config.json").write_text(json.dumps(v)), lambda: plan_of(tmp_path))
+
+
+def test_a_config_of_nemo(tmp_path: Path) -> None:
+    nemo_files.write_ranks(tmp_path, [nemo_files.STATE])
+
+    def write(value: object) -> None:
+        (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(value))
+
+    def read() -> None:
+        reader = open_checkpoint(tmp_path)
+        assert isinstance(reader, LegacyReader)
+        read_megatron_args(reader.args, 16, "here")
+
+    check(nemo_files.FIELDS, [None, 10**18, "x", [[1]]], write, read)
 
 
 def test_an_adapters_config(tmp_path: Path) -> None:
