@@ -136,7 +136,7 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
     if has_file(bridge, directory):
-        return from_provider(_part(_parse(bridge, directory), "model", bridge))
+        return from_provider(bridge_section(directory, "model"))
     if directory.name == "weights" and has_file(nemo, directory.parent):
         fields = _part(_parse(nemo, directory.parent), "config", nemo)
         if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
@@ -144,6 +144,11 @@ def described_args(directory: Path) -> Mapping[str, Any]:
             fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
         return from_provider(fields)
     return {}
+
+
+def bridge_section(directory: Path, name: str) -> Mapping[str, Any]:
+    """A section of Bridge's `run_config.yaml`. Raises DamagedCheckpoint without it."""
+    return _part(_parse(directory / BRIDGE, directory), name, directory / BRIDGE)
 
 
 _MOST_PARTS, _DEEPEST = 100_000, 100
