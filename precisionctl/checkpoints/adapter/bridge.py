@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -74,7 +74,8 @@ def _read_config(directory: Path) -> LoraConfig:
         raise MappingError(f"an adapter of Megatron-Bridge's {shown(kind)}; read are {', '.join(_KINDS)}", do=_EXPORT)
     if unknown := [key for key, value in config.items() if value and key not in _KNOWN]:
         raise MappingError(f"settings of the adapter that are not read: {', '.join(map(shown, unknown))}", do=_EXPORT)
-    rank, alpha = config.get("dim"), config.get("alpha")
+    rank: Any = config.get("dim")
+    alpha: Any = config.get("alpha")
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
     return LoraConfig(rank, alpha, {}, Alphas({}), False, False, False, (), None)
@@ -111,7 +112,7 @@ class _Factors:
         if part and "linear_fc1" in b and self._saved.args.get("tensor_model_parallel_size") != 1:
             what = f"`{b}` was saved by several tensor-parallel ranks: Bridge cuts it in two then, like gate and up"
             raise MappingError(what, do="Load it in Bridge at the same sizes, and export it there.")
-        rows = [moved[:, 0] for moved in row.split(np.arange(size)[:, None], model)]
+        rows = [moved[:, 0] for moved in row.rearrangement.split(np.arange(size)[:, None], model)]
         if part:  # of which the factor has the rows alone, in the order that they have in the fused weight
             here = _PARTS[part][0]
             hf, rows = (hf[here],), [np.argsort(np.argsort(rows[here]))]
