@@ -1,4 +1,4 @@
-"""LoRA that was trained in Megatron-Bridge (0.3.1; read in its main branch of August 2026, too), read as PEFT would have saved it.
+"""LoRA of Megatron-Bridge (0.3.1, and as its source was in August 2026), read as PEFT would have saved it.
 
 Its checkpoint is a `torch_dist` with the factors alone, beside Megatron's linears (peft/lora.py, peft/utils.py): to
 `….linear_qkv.weight` is added `alpha / dim * linear_out @ linear_in`, of `….linear_qkv.adapter.linear_in.weight`
