@@ -19,7 +19,7 @@ import torch
 import trained_models
 from conversations import write_rows
 from judges import LLAMA_3_1
-from test_from_trainers import deepspeed, hf_trainer, pytorch
+from trainer_directories import deepspeed, hf_trainer, pytorch
 from training import WORDS, add_tokenizer, contents, make_source, make_text
 
 from precisionctl import api
