@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.base import Hints, read_rows
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
 
@@ -102,8 +102,9 @@ SCALES: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", SCALES)
 def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: str) -> None:
     config, scale = SCALES[name]
-    reader = AdapterReader(adapter(tmp_path / "adapter", linear(Q, 64, 64), **config), open_checkpoint(llama))
-    assert reader.changes[f"{Q}.weight"].scale == scale
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), **config)
+    reader = open_checkpoint(made, hints=Hints(reference=llama))
+    assert isinstance(reader, AdapterReader) and reader.changes[f"{Q}.weight"].scale == scale
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [Q], ".*q_proj", "all-linear", None])
@@ -183,7 +184,7 @@ def test_parameters_of_all_experts_are_told_by_their_shapes(tmp_path: Path, leve
 def test_bits_do_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", "llama-3", dtype=torch.bfloat16, hidden_size=1536, num_hidden_layers=1)
     tensors = linear(Q, 1536, 1536, rank=32)
-    reader = AdapterReader(adapter(tmp_path / "adapter", tensors, r=32), open_checkpoint(base))
+    reader = open_checkpoint(adapter(tmp_path / "adapter", tensors, r=32), hints=Hints(reference=base))
     name = f"{Q}.weight"
     at_once = read_rows(reader, name, 0, 1536)
     for step in (1, 7, 170, 171, 500):

@@ -113,7 +113,12 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "PEFT's adapters in it",
         "merge_and_unload",
     ),
-    "an adapter of Bridge": (as_bridges_adapter, "trained in Megatron-Bridge", "export_adapter.py .*--reference"),
+    "an adapter of Bridge": (as_bridges_adapter, "adapter of Megatron-Bridge .*without the model", "--reference BASE"),
+    "an adapter of Bridge in DCP": (
+        dcp(lambda name: name.replace("_proj.", "_proj.adapter.linear_in.")),
+        "another container than `torch_dist`",
+        "save_hf_adapter",
+    ),
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),

@@ -178,10 +178,10 @@ TENSORS = (
         lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
     ),
     Foreign(
-        "an adapter that was trained in Megatron-Bridge",
+        "an adapter of Megatron-Bridge in another container than `torch_dist`",
         "a tensor such as `….linear_qkv.adapter.linear_in.weight`",
-        "In a clone of Megatron-Bridge: `python examples/conversion/adapter/export_adapter.py --hf-model-path HF_DIR "
-        "--lora-checkpoint {path} --output ADAPTER`; give ADAPTER, with `--reference HF_DIR`.",
+        "In the run, save it as PEFT's: `AutoBridge.save_hf_adapter(model, ADAPTER, peft_config=peft)`; give ADAPTER, "
+        "with `--reference BASE`.",
         lambda reader: _first(reader.specs, lambda name: ".adapter.linear_" in name),
     ),
     Foreign(

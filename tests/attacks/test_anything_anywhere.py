@@ -4,6 +4,7 @@ is read, or refused as one of our errors."""
 import argparse
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.base import Hints, read_tensor
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -110,7 +110,7 @@ def test_a_config_of_nemo(tmp_path: Path) -> None:
 
 def test_an_adapters_config(tmp_path: Path) -> None:
     pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
-    base, module = HuggingFaceReader(tmp_path / "base"), "base_model.model.model.layers.0.self_attn.q_proj"
+    module, hints = "base_model.model.model.layers.0.self_attn.q_proj", Hints(reference=tmp_path / "base")
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {
@@ -131,7 +131,20 @@ def test_an_adapters_config(tmp_path: Path) -> None:
         config,
         IN_JSON,
         lambda v: (tmp_path / "adapter_config.json").write_text(json.dumps(v)),
-        lambda: make_plan(AdapterReader(tmp_path, base), "megatron"),
+        lambda: make_plan(open_checkpoint(tmp_path, hints=hints), "megatron"),
+    )
+
+
+def test_the_config_of_an_adapter_by_bridge(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
+    shutil.copytree(golden / "adapter", tmp_path / "adapter")
+    file, hints = tmp_path / "adapter" / "iter_0000007" / "run_config.yaml", Hints(reference=golden / "base")
+    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 4, "alpha": 12, "target_modules": ["linear_qkv"]}
+    check(
+        {"model": {"tensor_model_parallel_size": 1}, "peft": peft},
+        IN_JSON,
+        lambda v: file.write_text(json.dumps(v)),
+        lambda: make_plan(open_checkpoint(tmp_path / "adapter", hints=hints), "megatron"),
     )
 
 

@@ -10,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_wrappers
 import torch
+import trained_models
 from conversations import write_rows
 from judges import LLAMA_3_1
-from training import WORDS, contents, make_source, make_text
+from trainer_directories import deepspeed, hf_trainer, pytorch
+from training import WORDS, add_tokenizer, contents, make_source, make_text
 
 from precisionctl import api
 from precisionctl.fp8 import sidecar
@@ -120,6 +122,24 @@ def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tm
     print(f"{case}: {expected[FROM]:.4f} to {expected[STEPS]:.4f}; differ by at most {differences}")
     assert max(differences) < ROUNDING
     assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("saved", "sizes"), [(hf_trainer, {}), (pytorch, {"tensor": 2}), (deepspeed, {})])
+def test_both_engines_go_on_alike_straight_from_another_trainers_directory(
+    tmp_path: Path, saved: Callable[[Path, Any, Any], Path], sizes: dict[str, int]
+) -> None:
+    model, optimizer = trained_models.trained("llama-3", vocab_size=80, rope_parameters=LLAMA_3_1)
+    saved(add_tokenizer(tmp_path / "source"), model, optimizer)
+    make_text(tmp_path / "text.txt", words=6000)
+    options, ranks = by_core(sizes)
+    for out, engine, number in (("bundled", [], 1), ("core", options, ranks)):
+        said = finish(start(tmp_path, out, *engine, "--set", "train.steps=12", ranks=number))
+        assert "masters and moments of the checkpoint, after 2 updates" in said
+    expected, core = (losses(tmp_path, out) for out in ("bundled", "core"))
+    assert list(core) == list(expected) == list(range(3, 13))
+    assert [core[step] for step in core] == pytest.approx([*expected.values()], abs=ROUNDING)
+    assert expected[3] - expected[12] > 30 * ROUNDING
 
 
 def in_fp32(place: Path, keys: Mapping[str, Any], ranks: int) -> tuple[list[float], list[float]]:

@@ -136,7 +136,7 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
     if has_file(bridge, directory):
-        return from_provider(_part(parse_yaml(read_file(bridge, directory, _MAX_BYTES), bridge), "model", bridge))
+        return from_provider(bridge_section(directory, "model"))
     if directory.name == "weights" and has_file(nemo, directory.parent):
         return from_nemo(_part(parse_yaml(read_file(nemo, directory.parent, _MAX_BYTES), nemo), "config", nemo))
     return {}
@@ -148,6 +148,12 @@ def from_nemo(fields: Mapping[str, Any]) -> dict[str, Any]:
         # NeMo's number is config.json's (nemo/collections/llm/gpt/model/mistral.py), one more than Megatron's
         fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
     return from_provider(fields)
+
+
+def bridge_section(directory: Path, name: str) -> Mapping[str, Any]:
+    """A section of Bridge's `run_config.yaml`. Raises DamagedCheckpoint without it."""
+    bridge = directory / BRIDGE
+    return _part(parse_yaml(read_file(bridge, directory, _MAX_BYTES), bridge), name, bridge)
 
 
 _MOST_PARTS, _DEEPEST = 100_000, 100

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
+from precisionctl.checkpoints.adapter import bridge
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints, Reader
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -241,8 +242,14 @@ def _only(value: Any, key: str, where: torch_zip.Span) -> Any:
     return value[0]
 
 
+def _open(path: Path, iteration: int | None, hints: Hints) -> Reader:
+    """A Megatron checkpoint; or adapters of Megatron-Bridge alone, merged with the base that the user names."""
+    reader = TorchDistReader(path, iteration, hints)
+    return bridge.with_base(reader, hints) if bridge.has_adapters(reader.specs) else reader
+
+
 CONTAINER = Container(
     recognise,
-    TorchDistReader,
+    _open,
     f"{MARKER} of a Megatron torch_dist checkpoint, there or in the directory of an iteration",
 )
