@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import conversions
 import four_bit_directories
 import fp8_directories
@@ -121,6 +122,19 @@ def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.Monkey
         for _ in range(100_000):
             alphas.of("0" * 4096, 1.0)
     assert time.perf_counter() - start < 5
+
+
+def test_verify_compares_an_adapter_on_its_base_with_the_merged_model(llama: Path, tmp_path: Path) -> None:
+    tensors = linear(Q, 64, 64)
+    merge(llama, tmp_path / "merged", tensors)
+    other = adapter(tmp_path / "other", {name: tensor + 1 for name, tensor in tensors.items()})
+    same, found = (
+        command_line.run("verify", made, tmp_path / "merged", "--reference", llama)
+        for made in (tmp_path / "merged-adapter", other)
+    )
+    assert same.exit_code == 0, same.output
+    assert found.exit_code == 1 and "1 of" in found.stdout
+    assert "need a second checkpoint" in command_line.run("verify", llama, "--reference", llama, "--fp8").stderr
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
