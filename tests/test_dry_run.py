@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"source": "run", "out": "on", "train__steps": 2}, "is at step 2, and train.steps is 2"),
     "optimizer": ({"load": "full"}, "no optimizer state"),
     "folder": ({"out": "."}, "where the checkpoint itself is"),
-    "file": ({"out": "text.txt"}, "a file is there"),
+    "file": ({"out": "text.txt"}, "this is a file"),
     "another run": ({"out": "run", "train__steps": 2, "optimizer__lr": 0.5}, r"differs in optimizer\.lr"),
     "no data": ({"data": "nowhere.txt"}, "no such file"),
     "no held-out data": ({"data__held_out": "nowhere.txt"}, "no such file"),

@@ -275,7 +275,7 @@ def test_the_answer_is_a_line(source):
     assert verdict(compare(source, other)) == f"The same: all {len(source.specs)} tensors."
     other.tensors[Q][0, 0] += 1
     found = compare(source, replace(other, model=replace(source.model, rotary_base=7.0)))
-    assert verdict(found) == f"Not the same: 1 of {len(source.specs)} tensors, 1 settings."
+    assert verdict(found) == f"Not the same: 1 of {len(source.specs)} tensors, 1 setting."
 
 
 def test_of_two_families_the_settings_come_first_and_few_tensors_after_them(source, tmp_path):

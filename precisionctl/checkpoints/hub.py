@@ -66,7 +66,9 @@ class HubName:
             return None
         if page := _PAGE.fullmatch(text):
             name = HubName(page["repo"], page["revision"])
-            raise UnknownFormat("the address of a page", where=text, do=f"Did you mean {name}, as on the Hub?")
+            raise UnknownFormat(
+                "this is the address of a web page", where=text, do=f"Did you mean {name}, as on the Hub?"
+            )
         if _REMOTE.fullmatch(text):
             raise UnknownFormat(
                 "object storage is not read, as weights are read by ranges of files",

@@ -172,7 +172,7 @@ def missing_notes(reader: Reader) -> Iterator[str]:
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
     if missing:
-        hint = "" if files or not of_megatron(reader) else "; --reference names a directory that has them"
+        hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
 
 

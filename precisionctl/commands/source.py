@@ -137,7 +137,6 @@ def open_hinted(
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    given = [name for name, hint in {"--architecture": architecture, "--reference": reference}.items() if hint]
     own = reader.own_companions
     if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
         reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
@@ -149,11 +148,11 @@ def open_hinted(
     elif companions and not architecture and "config.json" in own.files:
         _check_same_model(reader, companions, reference)
         reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # as it says all itself
-    elif given and "config.json" in own.files:
+    elif architecture and "config.json" in own.files:
         raise RecipeError(
-            "the checkpoint says itself which model it is, by a config.json of its own",
+            "the checkpoint has a config.json of its own, which says which model it is",
             where=path,
-            do=f"Leave {' and '.join(given)} out.",
+            do="Leave --architecture out.",
         )
     if architecture is not None and not of_megatron(reader):
         raise RecipeError(

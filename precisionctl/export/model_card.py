@@ -105,7 +105,7 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:
-        raise OutputError("there is no model card of an export", where=path, do="Leave --card out.")
+        raise OutputError("there is no model card that an export wrote", where=path, do="Leave --card out.")
     measured = "".join(f"- {_plain(line)}\n" for line in lines)
     replace_file(path, before + start + measured + end + after)
 

@@ -60,7 +60,7 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
         raise PrecisionError(
             f"quant_method {name!r} is not one that can be read{why and f': {why}'}",
             where=where,
-            do=f"Known: {known}." + (" Start from the model before quantization." if why else ""),
+            do=f"Known: {known}." + (" Start from the unquantized model." if why else ""),
         )
     return methods[name]
 
@@ -122,7 +122,7 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
                 raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {name}", where=where)
             if (order := sibling(weight, "weight_g_idx")) in specs:
                 what = f"{order} puts inputs into groups in another order than theirs (actorder)"
-                raise PrecisionError(what, where=where, do="Start from the model before quantization.")
+                raise PrecisionError(what, where=where, do="Start from the unquantized model.")
     return found
 
 
@@ -147,7 +147,7 @@ def _coded(
     form = min(fitting, key=lambda each: len(there ^ set(filter(None, each.beside))))
     if strange := sorted(there.difference(form.beside)):
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
-        raise DamagedCheckpoint(what, where=where, do="Start from the model before quantization.")
+        raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
     given = _input(weight, method, form, said, specs, where)
     size = sized(form.block, possible[form])

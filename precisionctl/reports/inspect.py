@@ -247,7 +247,7 @@ def summary(description: Description) -> Table:
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
-        *([("cut for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
+        *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]

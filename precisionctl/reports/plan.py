@@ -70,7 +70,7 @@ def _stages(plan: Plan) -> Table:
             held[last] += share if plan.model.tied_embeddings and last else 0  # the output layer's copy
     rows = [(str(rank), _ranges(layers[rank]), size(held[rank])) for rank in range(sizes.pipeline)]
     by_expert = f", {sizes.expert} of experts" if sizes.expert > 1 else ""
-    title = f"Cut for {sizes.pipeline} pipeline x {sizes.tensor} tensor-parallel ranks{by_expert}"
+    title = f"Split for {sizes.pipeline} pipeline x {sizes.tensor} tensor-parallel ranks{by_expert}"
     return Table(title, ("pipeline rank", "layers", "weights on each GPU"), rows)
 
 

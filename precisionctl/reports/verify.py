@@ -50,7 +50,8 @@ def verdict(comparison: Comparison) -> str:
         words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
         words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
         return f"The same: {', '.join([f'all {count} tensors', *words])}."
-    found = {f"{different} of {count} tensors": different, f"{settings} settings": settings, "FP8 state": states}
+    differing = "1 setting" if settings == 1 else f"{settings} settings"
+    found = {f"{different} of {count} tensors": different, differing: settings, "FP8 state": states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 
 
@@ -108,7 +109,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _state(comparison: Comparison) -> Sequence[str]:
     if comparison.fp8 is None:
-        return ["not compared: no more than one side has any"]
+        return ["not compared: A and B do not both have it"]
     return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 
