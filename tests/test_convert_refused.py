@@ -88,6 +88,7 @@ def test_a_reference_of_the_same_model_changes_nothing_where_there_is_no_need_of
     run(tmp_path / "hf", tmp_path / "out", "megatron")
     run(tmp_path / "hf", tmp_path / "with", "megatron", reference=tmp_path / "same")
     assert tree(tmp_path / "with") == tree(tmp_path / "out")
+    plan_command(Request(tmp_path / "hf", tmp_path / "never", "megatron", reference=tmp_path / "hf"))
 
 
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:

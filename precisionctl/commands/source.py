@@ -172,12 +172,11 @@ def open_hinted(
 
 def _check_same_model(reader: Reader, companions: Companions, reference: Path | None) -> None:
     """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
-    found = {reader.path: reader.own_companions, reference: companions}
-    configs = {where: parse_json(one.files["config.json"], where) for where, one in found.items()}
-    mine, theirs = configs.values()
-    if mine == theirs:
+    sides = ((reader.own_companions, reader.path), (companions, reference))
+    configs = [(parse_json(one.files["config.json"], where), where) for one, where in sides]
+    if configs[0][0] == configs[1][0]:
         return
-    model, other = (read_model(config, where, reader.specs) for where, config in configs.items())
+    model, other = (read_model(config, where, reader.specs) for config, where in configs)
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
         differing = ["config.json"]  # of which no table says what changes nothing
     else:
