@@ -27,7 +27,7 @@ from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
+from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -327,11 +327,6 @@ def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
     tensors = {f"{name}.lora_embedding_A": random(4, 250), f"{name}.lora_embedding_B": random(64, 4)}
     with pytest.raises(MappingError, match="ties .*changes one of the two"):
         merge(base, tmp_path / "out", tensors)
-
-
-def test_a_reference_says_nothing_of_what_says_it_itself(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"has a config\.json of its own"):
-        conversions.run(llama, tmp_path / "out", "hf", reference=llama)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
