@@ -60,7 +60,7 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate does.
+    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate contains.
 
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).

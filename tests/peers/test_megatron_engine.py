@@ -1,6 +1,7 @@
 """Real megatron-core goes on from runs of the bundled trainer and hands them back, on CPUs with gloo: the same losses
 but for rounding, from the same command on the same folder. What is printed is in docs/megatron_core.md."""
 
+import importlib
 import json
 import os
 import random
@@ -191,6 +192,14 @@ def test_what_is_not_trained_is_saved_as_by_the_bundled_trainer(tmp_path: Path) 
     saved = {name for name in bundled if name.startswith("precisionctl/") or name == "run_config.yaml"}
     assert {"precisionctl/encodings.safetensors", "precisionctl/hf/towers.safetensors", str(sidecar.RELATIVE)} < saved
     assert {name: bundled[name] for name in saved} == {name: core.get(name) for name in saved}
+
+
+def test_an_update_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    made = importlib.import_module("gpu").run_section("core", True, 300)
+    assert made["ended"] == "complete", made["log"]
+    assert [row["variant"] for row in made["rows"]] == ["bf16", "fp8-delayed", "Megatron-Core BF16"]
+    assert all(row["tokens_per_second"] > 0 for row in made["rows"])
 
 
 def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:
