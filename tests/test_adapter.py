@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import conversions
 import four_bit_directories
 import fp8_directories
@@ -26,7 +27,7 @@ from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Hints, read_rows
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
+from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -122,6 +123,19 @@ def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.Monkey
         for _ in range(100_000):
             alphas.of("0" * 4096, 1.0)
     assert time.perf_counter() - start < 5
+
+
+def test_verify_compares_an_adapter_on_its_base_with_the_merged_model(llama: Path, tmp_path: Path) -> None:
+    tensors = linear(Q, 64, 64)
+    merge(llama, tmp_path / "merged", tensors)
+    other = adapter(tmp_path / "other", {name: tensor + 1 for name, tensor in tensors.items()})
+    same, found = (
+        command_line.run("verify", made, tmp_path / "merged", "--reference", llama)
+        for made in (tmp_path / "merged-adapter", other)
+    )
+    assert same.exit_code == 0, same.output
+    assert found.exit_code == 1 and "1 of" in found.stdout
+    assert "need a second checkpoint" in command_line.run("verify", llama, "--reference", llama, "--fp8").stderr
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
@@ -314,11 +328,6 @@ def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
     tensors = {f"{name}.lora_embedding_A": random(4, 250), f"{name}.lora_embedding_B": random(64, 4)}
     with pytest.raises(MappingError, match="ties .*changes one of the two"):
         merge(base, tmp_path / "out", tensors)
-
-
-def test_a_reference_says_nothing_of_what_says_it_itself(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"has a config\.json of its own"):
-        conversions.run(llama, tmp_path / "out", "hf", reference=llama)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
