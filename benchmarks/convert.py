@@ -118,7 +118,9 @@ def recorded_state(model: Any) -> Any:
 def child(task: str, source: Path, target: Path, workers: int, started: float) -> None:
     """One run in this process, which was started at a time; prints seconds, those of the kernel among them, and memory
     above what importing took, its workers' included."""
-    import precisionctl.commands.plan_command  # noqa: F401  # start-up, which `plan` would otherwise pay for
+    import torch  # noqa: F401  # as FP8 state needs it: start-up, which `plan` would otherwise pay for, like the next
+
+    import precisionctl.commands.plan_command  # noqa: F401
     from precisionctl.conversion.command import execute
 
     startup = time.time() - started

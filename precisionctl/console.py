@@ -28,7 +28,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from precisionctl.errors import PrecisionctlError, printable
-from precisionctl.reports.table import Table, size
+from precisionctl.reports.table import Table
+from precisionctl.sizes import size
 
 if TYPE_CHECKING:  # importing torch would make every error message slow
     from precisionctl.trainer.measure.meter import StepCost

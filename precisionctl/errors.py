@@ -182,8 +182,13 @@ shown = _Short().repr
 def nearest(name: str, known: Iterable[str]) -> str:
     """Advice for a name that is none of the known ones: the one that was perhaps meant, or all."""
     known = list(known)
+    return meant(name, known) or f"Known: {', '.join(known)}."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Advice for a name that is none of the known ones: the one that was perhaps meant; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def nearest_path(path: Path) -> str:

@@ -50,7 +50,9 @@ def load_te(
     states = reader.live_fp8
     if states is None:
         raise MissingFp8State(
-            "no state for Transformer Engine", where=directory, do="Make one with `export-inference --target te`."
+            "the directory has no state for Transformer Engine",
+            where=directory,
+            do="Make one with `export-inference --target te`.",
         )
     plan = make_plan(reader, "megatron")
     kept = tuple(name for name in plan.gemms if name not in states.modules)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,10 +20,11 @@ REFUSED = {"org/gated": (403, "GatedRepo"), "org/busy": (503, ""), "org/private"
 
 
 class LocalHub:
-    """`url` is its HF_ENDPOINT; `fetched` are the files whose content was asked for, in order."""
+    """`url` is its HF_ENDPOINT; `fetched` are the files whose content was asked for, in order, and `sent` the bytes of
+    each that were. Without `ranges` it sends whole files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.fetched = folder, list[str]()
+        self.folder, self.fetched, self.sent, self.ranges = folder, list[str](), Counter[str](), True
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,7 +80,10 @@ class LocalHub:
                 status, headers["Content-Range"] = 206, f"bytes {first}-{last}/{len(body)}"
                 body = body[first : last + 1]
             if with_body:
+                if self.ranges and (asked := re.fullmatch(r"bytes=0-(\d+)", request.headers.get("Range", ""))):
+                    status, body = 206, body[: int(asked[1]) + 1]
                 self.fetched.append(name)
+                self.sent[name] += len(body)
         else:
             status, why = 404, "EntryNotFound"
         request.send_response(status)

@@ -316,7 +316,7 @@ def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reference_says_nothing_of_what_says_it_itself(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"by a config\.json of its own"):
+    with pytest.raises(RecipeError, match=r"has a config\.json of its own"):
         conversions.run(llama, tmp_path / "out", "hf", reference=llama)
 
 

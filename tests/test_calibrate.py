@@ -160,7 +160,7 @@ def test_what_is_there_is_never_written_over_nor_the_source_written_to(place: Pa
         with pytest.raises((OutputError, DestinationExists)):
             calibrate(asked(place, inside))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OutputError, match="it is a directory"):  # a file cannot take its place
+    with pytest.raises(OutputError, match="--out is a directory"):  # a file cannot take its place
         calibrate(asked(place, tmp_path / "empty"))
     (tmp_path / "other.partial").mkdir()
     (tmp_path / "other.partial/mine").write_text("mine")
@@ -295,7 +295,7 @@ def test_collected_histories_go_on_from_those_that_the_checkpoint_had(place: Pat
 def test_an_fp8_run_collects_by_itself_and_a_model_that_no_fp8_run_takes_is_told_before(
     place: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="an FP8 run records amaxes anyway"):
+    with pytest.raises(RecipeError, match="--collect-amax is for BF16 runs: an FP8 run records amaxes anyway"):
         run(settings(place / "source", place / "text.txt", tmp_path / "a", "fp8", collect_amax=True))
     make_source(tmp_path / "odd", intermediate_size=100)
     with pytest.raises(PrecisionError, match="FP8 GEMMs need multiples of 16"):

@@ -48,12 +48,12 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
 
 
 def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
-    """In one process one after the other: descriptions of both layouts, plans, copies between Hugging Face directories
-    and out of Megatron's, and both compared."""
+    """In one process one after the other: descriptions of both layouts, plans, copies between Hugging Face directories,
+    Megatron's and PyTorch's, and two compared."""
     hf, megatron = (str(tmp_path / name) for name in ("hf", "megatron"))
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    assert run("convert", hf, megatron, "--to", "megatron").exit_code == 0
     commands = [
+        ["convert", hf, megatron, "--to", "megatron", "--verify"],
         ["inspect", hf],
         ["inspect", megatron],
         ["convert", megatron, f"{hf}-0", "--to", "hf", "--dry-run"],
@@ -62,6 +62,9 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["convert", hf, f"{hf}-0", "--to", "torchtitan", "--dry-run"],
         ["convert", megatron, f"{hf}-1", "--to", "hf", "--verify"],
         ["convert", hf, f"{hf}-2", "--to", "hf", "--max-shard-size", "60kB"],
+        ["convert", megatron, f"{hf}-3", "--to", "megatron", "--container", "torch", "--tp", "2"],
+        ["convert", megatron, f"{hf}-4", "--to", "dcp"],
+        ["convert", f"{hf}-4", f"{hf}-5", "--to", "hf", "--container", "bin"],
         ["verify", hf, megatron],
         ["verify", f"{hf}-1", f"{hf}-2"],
     ]
@@ -228,6 +231,9 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out"
             "optimizer.lr?",
         ),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
+        (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
+        (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
+        (["convert", "{}", "{}/out", "--to", "megatron", "--container", "torch_dis"], "Did you mean torch_dist?"),
     ],
 )
 def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, arguments, advice):

@@ -10,7 +10,8 @@ from rich.console import Console
 from precisionctl import console
 from precisionctl.cli.group import in_our_words
 from precisionctl.errors import DataError
-from precisionctl.reports.table import Table, percent, size
+from precisionctl.reports.table import Table, percent
+from precisionctl.sizes import size
 from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.metrics import StepMetrics
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,20 @@ def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
         assert [number for share in dealt for number in share] == list(range(len(costs)))
         assert len(dealt) <= shares
     assert processes.deal([5, 1, 1, 1, 1, 1], 2) == [range(1), range(1, 6)]
+
+
+def test_a_worker_whose_share_is_done_takes_from_another(tmp_path: Path) -> None:
+    """The first item of the first share waits for its second one, which only the other worker can do."""
+
+    def task(number: int) -> bool:
+        (tmp_path / str(number)).touch()
+        deadline = time.monotonic() + 20
+        while number == 0 and not (tmp_path / "1").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return time.monotonic() < deadline
+
+    results = dict(processes.in_processes(task, range(4), [1] * 4, 2))
+    assert results == dict.fromkeys(range(4), True)
 
 
 def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_nothing_is_written_over(place: Path, there: str) -> None:
 def test_a_folder_of_another_program_is_left_alone(place: Path) -> None:
     (place / "x.partial").mkdir()
     (place / "x.partial" / ".bin").write_text("mine")
-    with pytest.raises(OutputError, match="nothing of this command's"):
+    with pytest.raises(OutputError, match="something else is in the place of this command's unfinished output"):
         made(place, "x")
     assert (place / "x.partial" / ".bin").read_text() == "mine"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import run
 
-from precisionctl.reports.table import size
+from precisionctl.sizes import size
 
 CASES = {
     "llama-tied": (["--tp", 2, "--pp", 2], ["0", "1"]),
@@ -32,7 +32,7 @@ def test_a_dry_run_says_what_each_gpu_will_hold_which_is_what_its_rank_s_file_ha
     options, ranks = CASES[family]
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     line = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--container", "torch", *options)
-    shown = [row.split() for row in run(*line, "--dry-run").stdout.partition("Cut for ")[2].splitlines()]
+    shown = [row.split() for row in run(*line, "--dry-run").stdout.partition("Split for ")[2].splitlines()]
     assert run(*line).exit_code == 0
     experts = "_???" if "--ep" in options else ""
     for rank in ranks:

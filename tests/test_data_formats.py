@@ -167,7 +167,7 @@ def test_a_directory_holds_files_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_files_or_with_megatrons_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no files"):
+    with pytest.raises(DataError, match="has no files"):
         files_of(tmp_path)
     for suffix in (".bin", ".idx"):
         (tmp_path / f"web{suffix}").write_bytes(b"")
@@ -217,7 +217,7 @@ def test_a_json_list_gives_its_objects_however_it_is_written_and_read(
         ('[{"a": 1} {"a": 1}]', r"expected one of ',\]'.*entry 1\)"),
         ('[{"a": 1}, 3]', r"a row must be a JSON object, not '3'.*entry 2\)"),
         ('[{"a": 1}', "expected one of"),
-        ('[{"a": 1}] and more', "text behind the list"),
+        ('[{"a": 1}] and more', "text after the list"),
         ('[{"a": 1}, ' + "[" * 200_000, "not JSON"),
         ('[{"a": ' + "9" * 5000 + "}]", "not JSON"),
     ],

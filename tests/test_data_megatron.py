@@ -119,8 +119,8 @@ DOCUMENTS = POINTERS + 3 * 8
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edited(".idx", lambda data: data[:20]), "not an index of Megatron's"),
-        (edited(".idx", lambda data: b"TNTIDX" + data[6:]), "not an index of Megatron's"),
+        (edited(".idx", lambda data: data[:20]), "not one of Megatron's .idx files"),
+        (edited(".idx", lambda data: b"TNTIDX" + data[6:]), "not one of Megatron's .idx files"),
         (edited(".idx", put(9, "<Q", 2)), "version 2"),
         (edited(".idx", put(17, "<B", 7)), "values of type 7"),
         (edited(".idx", put(17, "<B", 99)), "values of type 99"),

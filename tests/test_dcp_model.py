@@ -87,7 +87,7 @@ def test_a_step_of_accelerates_fsdp_with_a_config_beside_it(tmp_path: Path) -> N
     conversions.run(tmp_path / "checkpoint-3", tmp_path / "out", "hf")
     live = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert_is(load_file(tmp_path / "out" / "model.safetensors"), live)
-    with pytest.raises(RecipeError, match=r"by a config\.json of its own"):
+    with pytest.raises(RecipeError, match=r"has a config\.json of its own"):
         conversions.run(tmp_path / "checkpoint-3", tmp_path / "other", "hf", reference=tmp_path / "out")
     with pytest.raises(UnknownFormat, match="without its model"):
         open_checkpoint(tmp_path / "checkpoint-3" / "optimizer_0")
@@ -261,7 +261,7 @@ def test_inspect_says_what_a_checkpoint_holds_with_a_config_or_without(tmp_path:
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert (description["container"], description["iteration"], description["parameters"]) == ("dcp", 3, numbers)
     assert description["optimizer"] == {"tensors": 2 * len(model.state_dict()), "bytes": 8 * numbers}
-    assert description["architecture"] == ("llama" if config else None)
+    assert description["architecture"] == ("llama" if config else None) and description["stored_names"] is None
     shown = {row[0]: row[1] for row in inspect.summary(description).rows}
     assert ("--reference" in shown["architecture"]) != config and ("layers" in shown) == config
 
@@ -269,4 +269,7 @@ def test_inspect_says_what_a_checkpoint_holds_with_a_config_or_without(tmp_path:
 def test_a_torchtitan_checkpoint_without_a_config_is_shown_under_its_own_names(tmp_path: Path) -> None:
     stored = {in_titan(name): tensor for name, tensor in pico.make("llama-3").state_dict().items()}
     reader = open_checkpoint(save(tmp_path / "dcp", stored))
-    assert reader.specs.keys() == stored.keys() and inspect.describe(reader)["architecture"] is None
+    assert reader.specs.keys() == stored.keys()
+    description = inspect.describe(reader)
+    assert (description["architecture"], description["stored_names"]) == (None, "torchtitan")
+    assert ("layout", "hf, stored under torchtitan's names") in inspect.summary(description).rows

@@ -310,7 +310,7 @@ def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path) ->
     files.save(tmp_path / "other", files.states_of(weights_of(llama)), 1, 1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").write_text("../other/global_step3")
-    with pytest.raises(PrecisionctlError, match="no checkpoint is recognised"):
+    with pytest.raises(PrecisionctlError, match="there is no checkpoint in a known format"):
         open_checkpoint(tmp_path / "run")
 
 

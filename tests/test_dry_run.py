@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"source": "run", "out": "on", "train__steps": 2}, "is at step 2, and train.steps is 2"),
     "optimizer": ({"load": "full"}, "no optimizer state"),
     "folder": ({"out": "."}, "where the checkpoint itself is"),
-    "file": ({"out": "text.txt"}, "a file is there"),
+    "file": ({"out": "text.txt"}, "this is a file"),
     "another run": ({"out": "run", "train__steps": 2, "optimizer__lr": 0.5}, r"differs in optimizer\.lr"),
     "no data": ({"data": "nowhere.txt"}, "no such file"),
     "no held-out data": ({"data__held_out": "nowhere.txt"}, "no such file"),
@@ -64,7 +64,7 @@ def test_a_tokenizer_that_is_missing_comes_from_the_reference_and_what_is_there_
     files = dry_run(asked_for).plan.source.companions.files
     assert files["tokenizer.json"] == (reference / "tokenizer.json").read_bytes()
     assert files["config.json"] == (source / "config.json").read_bytes()
-    with pytest.raises(RecipeError, match="says itself which model it is"):
+    with pytest.raises(RecipeError, match="which says which model it is"):
         dry_run(asked(place, {"reference": reference}))
     (reference / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(RecipeError, match="vocabulary has another size"):

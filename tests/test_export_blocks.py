@@ -335,7 +335,7 @@ def best(source: Path, target: str = "vllm") -> str:
 def test_the_target_alone_gets_the_best_scheme_that_the_state_allows(tmp_path: Path) -> None:
     source = tmp_path / "hf"
     pico.save(source, dtype=torch.bfloat16, **WHOLE)
-    assert best(source).startswith("Scheme dynamic: the checkpoint holds no FP8 state")
+    assert best(source).startswith("Scheme dynamic: the checkpoint has no FP8 state")
     states = in_memory.recorded(HuggingFaceReader(source))
     sidecar.write(source / sidecar.RELATIVE, states)
     for target in ENGINES:

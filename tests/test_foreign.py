@@ -19,6 +19,8 @@ from precisionctl.checkpoints.dcp import Index, read_index, write_index
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import UnknownFormat
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8States
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -154,12 +156,22 @@ def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("model.safetensors", "a file of a checkpoint")]
+    ("name", "what"),
+    [
+        *(("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("notes.txt", "a file, and no checkpoint")),
+        *((name, "one file of a checkpoint") for name in ("model.safetensors", "__0_0.distcp", ".metadata")),
+    ],
 )
 def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UnknownFormat, match=what):
         open_checkpoint(tmp_path / name)
+
+
+def test_a_file_of_fp8_state_is_named_with_the_option_that_reads_it(tmp_path: Path) -> None:
+    sidecar.write(tmp_path / "m.fp8", Fp8States(DelayedScaling(), {}))
+    with pytest.raises(UnknownFormat, match="FP8 state of calibrate.*this file as --fp8-state"):
+        open_checkpoint(tmp_path / "m.fp8")
 
 
 def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
@@ -175,7 +187,11 @@ def test_every_one_is_documented_and_no_other() -> None:
 
 
 def test_every_one_is_tried_here() -> None:
-    tried = [what for _, what, _ in MADE.values()] + ["a file of a checkpoint"]
+    tried = [what for _, what, _ in MADE.values()] + [
+        "a file, and no checkpoint",
+        "one file of a checkpoint",
+        "FP8 state of calibrate",
+    ]
     assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
 
 

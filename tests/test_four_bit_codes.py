@@ -20,7 +20,7 @@ from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8 import elements
 from precisionctl.fp8.encoding import Encoding, GlobalScale
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import coded_weights, complete_encoding
+from precisionctl.quant_methods.coded_weights import coded_weights, complete_encoding
 
 GOLDEN = Path(__file__).parent / "golden" / "four_bit"
 SCHEMES = ["MXFP4", "NVFP4", "NVFP4A16", "W4A16", "W4A16_ASYM", "W4A16_G32", "W4A16_G32_ASYM"]

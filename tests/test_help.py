@@ -1,6 +1,7 @@
 """The help of commands: examples that hold, options in groups; how much is told; completion; the environment's page."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from command_line import run
 
 from precisionctl.cli import main
+from precisionctl.cli.options import Choice
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +50,11 @@ def test_every_option_of_a_long_help_stands_in_one_group(name: str) -> None:
         assert "\nOptions:" not in shown  # there every one has its group
 
 
+def test_every_option_of_words_answers_with_the_one_that_was_meant() -> None:
+    kinds = [each.type for command in main.commands.values() for each in command.params]
+    assert all(isinstance(kind, Choice) for kind in kinds if isinstance(kind, click.Choice))
+
+
 def test_quiet_prints_errors_and_json_alone_before_a_command_or_after_it(tmp_path: Path) -> None:
     pico.save(tmp_path, "qwen3")
     for line in (["--quiet", "inspect", tmp_path], ["inspect", tmp_path, "-q"]):
@@ -66,6 +73,15 @@ def test_verbose_says_what_is_found_and_done(tmp_path: Path) -> None:
     for words in ("hf: safetensors, 25 tensors", "planned 19 jobs", "decoder.final_layernorm.weight: 256 bytes"):
         assert words in told
     assert "planned" not in run(*line, "--restart").stderr
+
+
+def test_the_page_of_commands_has_what_help_prints_of_each() -> None:
+    pytest.importorskip("mkdocs")
+    page = " ".join("".join(runpy.run_path(str(ROOT / "docs" / "site.py"))["commands"]()).split())
+    for name in ("", *main.commands):
+        parts = run(*filter(None, [name]), "--help").stdout.split("\n\n")
+        shown = [part for part in parts if re.match(r"\S.*:\n", part)]  # options in groups, and examples
+        assert len(shown) >= 2 and [part for part in shown if " ".join(part.split()) not in page] == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

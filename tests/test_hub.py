@@ -17,11 +17,20 @@ from local_hub import LocalHub
 from precisionctl import api
 from precisionctl.checkpoints import hub as hub_module
 from precisionctl.checkpoints.hub import HubName, needed
+from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.cli import main
 from precisionctl.cli.group import Command
 from precisionctl.cli.options import TOKENIZER, CheckpointPath
-from precisionctl.errors import CheckpointError, DiskProblem, EnvironmentProblem, RecipeError, UnknownFormat
-from precisionctl.reports.table import size
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DiskProblem,
+    EnvironmentProblem,
+    RecipeError,
+    UnknownFormat,
+)
+from precisionctl.sizes import size
+from precisionctl.untrusted.safe_files import LENGTHS
 
 OTHERS = (
     "pytorch_model.bin",
@@ -53,8 +62,10 @@ def client(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
     huggingface_hub.close_session()
     hub.fetched.clear()
+    hub.sent.clear()
     monkeypatch.chdir(tmp_path)
 
 
@@ -122,9 +133,86 @@ def test_of_a_name_that_several_processes_are_given_the_commit_is_to_be_named(
 
 def test_what_will_be_downloaded_is_said_before_and_nothing_is_said_of_what_is_there(hub: LocalHub) -> None:
     files = {*(hub.folder / "org/model").glob("*")}
-    first, again = (CliRunner().invoke(main, ["inspect", "org/model"]).stderr for _ in range(2))
-    nbytes = sum(file.stat().st_size for file in files if file.is_file() and file.name not in OTHERS)
-    assert f"Downloading org/model, {size(nbytes)}\n" in first and "Downloading" not in again
+    files = {file for file in files if file.is_file() and file.name not in OTHERS}
+    small = sum(file.stat().st_size for file in files if file.suffix != ".safetensors")
+    for words, nbytes in ([], small), (["--fp8"], sum(file.stat().st_size for file in files) - small):
+        first, again = (CliRunner().invoke(main, ["inspect", "org/model", *words]).stderr for _ in range(2))
+        assert f"Downloading org/model, {size(nbytes)}\n" in first and "Downloading" not in again
+
+
+def test_inspect_downloads_headers_alone_and_says_what_it_says_of_the_whole(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described() -> tuple[dict[str, Any], Path]:
+        done = CliRunner().invoke(main, ["inspect", "org/model", "--json"])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        return found, Path(found.pop("path"))
+
+    shards = {file.name: read_header(file) for file in (hub.folder / "org/model").glob("*.safetensors")}
+    monkeypatch.setattr(hub_module, "_FIRST_REQUEST", 100)  # shorter than these headers
+    alone, path = described()
+    begins = {name: min(each.offset for each in tensors.values()) for name, tensors in shards.items()}
+    for name, begin in begins.items():
+        assert (path / name).stat().st_size == begin > 100 and hub.sent[name] == 100 + begin
+    with pytest.raises(CheckpointError, match="values are needed, and only the header.*Give the name on the Hub"):
+        api.open_checkpoint(path)["model.norm.weight"]
+    hub.fetched.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    assert described() == (alone, path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    assert described() == (alone, path) and not hub.fetched
+    whole = api.download("org/model")
+    assert described() == (alone, whole)  # in the cache now
+
+
+def test_of_a_server_without_ranges_no_more_is_taken_than_headers(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "ranges", False)
+    found = HubName("org/model").download(headers=True)
+    for file in found.glob("*.safetensors"):
+        assert file.read_bytes() == (hub.folder / "org/model" / file.name).read_bytes()[: file.stat().st_size]
+        assert file.stat().st_size == min(each.offset for each in read_header(file).values())
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little") + b"{}"])
+def test_headers_that_are_none_are_refused_and_leave_nothing(hub: LocalHub, tmp_path: Path, damage: bytes) -> None:
+    broken = hub.folder / "org" / "broken"
+    broken.mkdir(exist_ok=True)
+    (broken / "config.json").write_text("{}")
+    (broken / "model.safetensors").write_bytes(damage)
+    with pytest.raises(DamagedCheckpoint, match="not a safetensors file"):
+        HubName("org/broken").download(headers=True)
+    assert not list((tmp_path / "assets/precisionctl/headers").rglob("*.json"))
+
+
+def test_headers_of_all_files_together_are_bounded(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "LARGEST", 1000)
+    with pytest.raises(DamagedCheckpoint, match="headers of more than"):
+        HubName("org/model").download(headers=True)
+
+
+def test_a_file_of_another_length_than_the_hub_says_is_told_by_its_header_alone(hub: LocalHub, tmp_path: Path) -> None:
+    found = HubName("org/model").download(headers=True)
+    lengths = json.loads((found / LENGTHS).read_text())
+    (found / LENGTHS).write_text(json.dumps({name: length - 1 for name, length in lengths.items()}))
+    with pytest.raises(DamagedCheckpoint, match="Truncated"):
+        api.open_checkpoint(found)
+    (found / LENGTHS).unlink()
+    with pytest.raises(DamagedCheckpoint, match="Truncated"):
+        api.open_checkpoint(found)
+
+
+def test_without_safetensors_all_is_downloaded_for_inspect(hub: LocalHub) -> None:
+    names = ["config.json", "pytorch_model.bin"]
+    (hub.folder / "org" / "pickled").mkdir(exist_ok=True)
+    for name in names:
+        (hub.folder / "org" / "pickled" / name).write_text(name)
+    HubName("org/pickled").download(headers=True)
+    assert sorted(hub.fetched) == names
 
 
 def test_of_a_tokenizer_no_weights_are_downloaded(hub: LocalHub) -> None:

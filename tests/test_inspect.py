@@ -1,12 +1,19 @@
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import four_bit_directories
 import fp8_directories
 import pico
 import pytest
 import torch
+import transposed_directories
+from command_line import run
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -17,6 +24,7 @@ from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.reports.inspect import describe, tables
+from precisionctl.untrusted.safe_files import LENGTHS
 
 RECIPE = DelayedScaling(amax_history_len=4)
 MODULE = "decoder.layers.0.mlp.linear_fc1"
@@ -50,6 +58,29 @@ def test_a_description_says_which_roles_were_never_recorded_and_when_the_rest_wa
     assert found["not_understood"] == ["other"]
     assert found["modules"][MODULE]["input"] == {"recorded": True, "amax": 2.0, "scale": 224.0, "rows_recorded": 1}
     assert found["modules"][MODULE]["weight"]["recorded"] is False
+
+
+def test_a_file_of_fp8_state_is_shown_as_state_in_a_checkpoint_is(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    in_checkpoint = describe(open_checkpoint(with_state(tmp_path)))["fp8"]
+    shown = run("inspect", tmp_path / sidecar.RELATIVE)
+    assert shown.exit_code == 0 and "recorded at iteration 70" in shown.stdout and "grad_output" in shown.stdout
+    alone = json.loads(run("inspect", tmp_path / sidecar.RELATIVE, "--json").stdout)["fp8"]
+    assert in_checkpoint | {"of_these_weights": None, "age_in_steps": None} == alone
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(fp8_directories.make, "modelopt-block"), (four_bit_directories.make, "ct-nvfp4")]
+    + [(transposed_directories.make, "gptq-desc-act")],
+)
+def test_headers_alone_say_what_the_whole_says(tmp_path: Path, make: Callable[..., Any], kind: str) -> None:
+    make(tmp_path, kind)
+    whole = describe(open_checkpoint(tmp_path))
+    file = tmp_path / "model.safetensors"
+    (tmp_path / LENGTHS).write_text(json.dumps({file.name: file.stat().st_size}))
+    os.truncate(file, min(tensor.offset for tensor in read_header(file).values()))
+    assert describe(open_checkpoint(tmp_path)) == whole
 
 
 def test_experts_and_latents_are_told(tmp_path: Path) -> None:

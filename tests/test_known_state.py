@@ -156,7 +156,7 @@ def test_an_explicit_file_wins_over_the_checkpoints_own_state_in_every_command(t
     file = calibrated(source, tmp_path / "state")
     wanted = inputs(sidecar.read(file))
     assert wanted != inputs(sidecar.read(source / sidecar.RELATIVE))
-    replaced = f"The FP8 state of 8 modules is that of {file}, not the checkpoint's own (iteration 7)."
+    replaced = f"The FP8 state of 8 modules is taken from {file}, not the checkpoint's own (iteration 7)."
 
     exported = export(source, fp8_state=file, scheme="static")
     execute(exported)

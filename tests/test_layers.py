@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "precisionctl"
 
-ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover"}
+ANYONE = {"errors", "torch_when_used", "dtypes", "untrusted", "discover", "sizes"}
 """Leaves that every unit may import."""
 
 DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"

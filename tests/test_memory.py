@@ -208,11 +208,11 @@ def test_a_run_that_will_not_fit_is_refused_before_data_is_read(
 ) -> None:
     monkeypatch.setattr(preflight, "free_memory", lambda: 100_000_000)
     asked = settings(place / "source", tmp_path / "no such text", tmp_path / "run", train__micro_batch_size=4)
-    with pytest.raises(EnvironmentProblem, match=r"about 0\.6 GB on each rank, and 0\.1 GB are free"):
+    with pytest.raises(EnvironmentProblem, match=r"about 6\d\d\.\d MB on each rank, and 100\.0 MB are free"):
         run(asked)
     warned = settings(place / "source", place / "text", tmp_path / "run", train__memory_check="warn", train__steps=1)
     started, _, _ = run(warned)
-    assert any("0.1 GB are free" in note for note in started.notes)
+    assert any("100.0 MB are free" in note for note in started.notes)
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(place: Path, tmp_path: Path) -> None:

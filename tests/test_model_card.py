@@ -145,7 +145,7 @@ def test_eval_writes_what_it_measured_and_the_last_time_counts(source: Path, tmp
     lines = [line for line in shown.stdout.splitlines() if line.startswith("perplexity")]
     assert f"- held_out.txt: {lines[0]}\n" in card
     without = CliRunner().invoke(main, ["eval", str(source), *words[2:]])
-    assert without.exit_code == 1 and "no model card of an export" in without.output
+    assert without.exit_code == 1 and "no model card that an export wrote" in without.output
 
 
 def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
@@ -155,11 +155,11 @@ def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
     shutil.copytree(megatron, plain)
     for companions in plain.rglob("precisionctl/hf"):
         shutil.rmtree(companions)
-    work = plan_command(Request.export(plain, tmp_path / "out", "vllm"))
-    assert any(
-        note.startswith("Missing in the source, and so in the result: tokenizer, generation_config.json")
-        for note in work.notes
-    )
+    for request in (Request.export(plain, tmp_path / "out", "vllm"), Request(plain, tmp_path / "out", "hf")):
+        assert (
+            "Missing in the source, and so in the result: tokenizer, generation_config.json. --reference HF_DIR takes "
+            "them from a Hugging Face directory." in plan_command(request).notes
+        )
     out = export(plain, tmp_path / "told", reference=source)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").is_file()

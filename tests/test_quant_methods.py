@@ -8,20 +8,8 @@ import torch
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import (
-    CHANNEL,
-    CODES,
-    TENSOR,
-    Scales,
-    Scheme,
-    block_of,
-    cache_scales,
-    coded_weights,
-    encoding,
-    quant_methods,
-    recognise,
-    stored_scales,
-)
+from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, Scales, Scheme, block_of, quant_methods
+from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise, stored_scales
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 METHODS = quant_methods()

@@ -208,7 +208,7 @@ def test_without_any_state_weights_are_judged_and_the_rest_is_said_to_be_unknown
     assert verdicts["current"].unjudged == {"input": 6, "grad_output": 6}
     assert not verdicts["current"].ready and not verdicts["delayed"].ready
     assert verdicts["delayed"].recalibrate == 6
-    assert verdicts["current"].words == "not known yet; as far as it is, all modules in FP8"
+    assert verdicts["current"].words == "not known yet; so far all modules in FP8"
     assert verdicts["delayed"].words == "calibrate first (6 modules), then all modules in FP8"
 
 

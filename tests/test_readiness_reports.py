@@ -47,7 +47,7 @@ def test_json_has_every_role_of_every_module_and_keeps_its_form():
     assert found["verdicts"].keys() == {"delayed", "current", "block", "mxfp8"}
     assert found["verdicts"]["current"] == {
         "ready": False,
-        "words": "not known yet; as far as it is, with 1 of 6 modules in BF16",
+        "words": "not known yet; so far with 1 of 6 modules in BF16",
         "keep_bf16": [MODULES[0]],
         "modules_kept": 1,
         "modules": 6,

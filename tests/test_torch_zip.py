@@ -4,16 +4,18 @@ import argparse
 import io
 import json
 import signal
+import sys
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_zip import Inert, Span
+from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 
@@ -58,6 +60,90 @@ def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
         file.write(record.tail)
     assert record.nbytes == 5 << 30
     assert torch_zip.locate(Span(path, 0, record.length)).offset == len(record.head)
+
+
+class AroundHoles(io.RawIOBase):
+    """What PyTorch's own writer writes, and where: a hole is a relative seek."""
+
+    def __init__(self) -> None:
+        self.pieces = [(0, bytearray())]
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self.pieces[-1][1].extend(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_CUR
+        start, piece = self.pieces[-1]
+        self.pieces.append((start + len(piece) + offset, bytearray()))
+        return self.pieces[-1][0]
+
+
+def written_by_torch(records: list[tuple[str, bytes | int]]) -> list[tuple[int, bytes]]:
+    file = AroundHoles()
+    writer = torch._C.PyTorchFileWriter(file, storage_alignment=ALIGNMENT)
+    for name, content in records:
+        if isinstance(content, int):
+            writer.write_record_metadata(name, content)
+        else:
+            writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    return [(start, bytes(piece)) for start, piece in file.pieces]
+
+
+BYTE_ORDER = ("byteorder", sys.byteorder.encode())
+NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs"], exclude_characters="/\\"), min_size=1)
+SIZES = st.integers(1, 300) | st.integers((1 << 32) - 2, (1 << 32) + 1) | st.integers(1, 1 << 40)
+
+
+@given(st.dictionaries(NAMES, st.binary(max_size=200) | SIZES, max_size=40))
+@example({"a": b"PK\7\10abcdefgh", "b": b"PK\7\10abc", "c": b""})  # like what stands behind a record
+@example({"before": (1 << 32) - 200, "at the limit": b"", "behind it": b"x", "far": 1 << 36, "there": 5})
+def test_an_archive_is_byte_for_byte_the_one_that_pytorch_writes(records):
+    ordered = [BYTE_ORDER, *records.items()]
+    ours = lay_out_records(ordered)
+    assert list(ours.pieces) == written_by_torch(ordered)
+    sizes = [content for _, content in ordered if isinstance(content, int)]
+    ends = [hole + size for hole, size in zip(ours.holes, sizes, strict=True)]
+    assert ends == [start for start, _ in ours.pieces[1:]]
+
+
+@pytest.mark.parametrize("count", [10, 11, 12, 26, 27, 28, 1000, 70_000])
+def test_archives_of_many_records_are_pytorchs_too(count):
+    """Its serialization id depends on the order of a hash table, which grows at 13, 29, ... names; and an archive of
+    more than 65,535 records says so elsewhere."""
+    records = [BYTE_ORDER, *((f"data/{number}", b"%d" % number) for number in range(count))]
+    assert list(lay_out_records(records).pieces) == written_by_torch(records)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_an_object_is_byte_for_byte_what_torch_save_writes(data):
+    """Of the values that checkpoints have beside their tensors. Equal strings are one object in both."""
+    texts = st.text(max_size=3) | st.sampled_from(["storage", "cpu", "0", "1", "torch"])
+    numbers = st.integers(-(1 << 70), 1 << 70) | st.integers(-300, 300) | st.floats(allow_nan=False)
+    tensors = st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=3).map(tuple), dtype=st.sampled_from(DTYPES))
+    plain = st.none() | st.booleans() | numbers | texts.map(sys.intern) | st.binary(max_size=3) | tensors
+    plain |= st.sampled_from(DTYPES) | st.binary(max_size=9).map(io.BytesIO)
+    keys = texts.map(sys.intern) | st.integers(0, 3)
+    value = data.draw(
+        st.recursive(
+            plain,
+            lambda inner: (
+                st.lists(inner, max_size=4)
+                | st.lists(inner, max_size=4).map(tuple)
+                | st.dictionaries(keys, inner, max_size=4)
+                | st.dictionaries(st.sampled_from("abc"), inner).map(lambda fields: argparse.Namespace(**fields))
+            ),
+        )
+    )
+    assert torch_zip_writer.dump(value) == saved(value)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,15 @@ def test_the_answer_is_a_line(source):
     assert verdict(compare(source, other)) == f"The same: all {len(source.specs)} tensors."
     other.tensors[Q][0, 0] += 1
     found = compare(source, replace(other, model=replace(source.model, rotary_base=7.0)))
-    assert verdict(found) == f"Not the same: 1 of {len(source.specs)} tensors, 1 settings."
+    assert verdict(found) == f"Not the same: 1 of {len(source.specs)} tensors, 1 setting."
+
+
+def test_of_two_families_the_settings_come_first_and_few_tensors_after_them(source, tmp_path):
+    pico.save(tmp_path / "gpt2", "gpt2")
+    found = compare(source, HuggingFaceReader(tmp_path / "gpt2"))
+    first, _, worst, *_ = tables(found)
+    assert first.title == "Settings that differ" and "architectures" in first.rows[0][0]
+    assert len(worst.rows) == 5 and worst.title == f"{len(found.tensors)} tensors differ, the worst 5"
 
 
 def test_shapes_that_differ_are_shown(source, tmp_path):

@@ -160,7 +160,7 @@ def _output(calibration: Calibration) -> Output:
     the checkpoint."""
     output, source = Output(calibration.out), calibration.checkpoint.resolve()
     if calibration.out.is_dir():
-        raise OutputError("it is a directory", where=calibration.out, do="Give the file that is to be made.")
+        raise OutputError("--out is a directory", where=calibration.out, do="Give the name of a new file.")
     if not output.partial.is_dir():  # otherwise the file may be from this calibration, killed right after writing it
         output.check_free()
     if source in (output.path.resolve(), *output.path.resolve().parents):

@@ -24,6 +24,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_files import whole_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -436,6 +437,9 @@ def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memor
             while data:  # a call may transfer less than it is asked for
                 done = call(file, data, at)
                 if done == 0:
+                    if whole_length(chunk.place):  # type: ignore[arg-type]
+                        what = "its values are needed, and only the header of this file was downloaded"
+                        raise CheckpointError(what, where=chunk.place, do="Give the name on the Hub, not this path.")
                     what = "a file ends before its tensors do"
                     raise DamagedCheckpoint(what, where=chunk.place, do="Is the copy whole?")
                 data, at = data[done:], at + done

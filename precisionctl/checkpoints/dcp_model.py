@@ -71,7 +71,7 @@ class DcpModelReader(TrainerDirectory):
     (`index_of_optimizer`). Opening it reads `.metadata` alone. A weight in FP32 is its own master.
 
     Raises DamagedCheckpoint where pieces and files contradict each other, UnsafePickle, and CheckpointError where no
-    config.json says which model it is, or weights are FP8 codes.
+    config.json says which model it is, or weights are FP8 codes. `of_torchtitan` says that names are torchtitan's.
     """
 
     container = "dcp"
@@ -94,8 +94,9 @@ class DcpModelReader(TrainerDirectory):
         prefixes = {kind: f"{STATE}{kind}." if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
+        self.of_torchtitan = torchtitan.EMBEDDING in tensors[""]
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
-        if torchtitan.EMBEDDING in tensors[""] and says_its_model(self) and self.model.architecture == "llama":
+        if self.of_torchtitan and says_its_model(self) and self.model.architecture == "llama":
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}

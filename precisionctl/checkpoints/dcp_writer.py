@@ -20,7 +20,6 @@ from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import ONE_RANK, STATE, TensorSpec
-from precisionctl.torch_when_used import torch
 
 PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
@@ -63,7 +62,7 @@ class DcpWriter:
         self._companions, self._config, self._run = companions, config, run
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
-    @cached_property  # a plan needs no places, nor PyTorch, which makes the archives around tensors
+    @cached_property  # a plan needs no places
     def _placed(self) -> list[Placed]:
         keys = {name: self._key(name) for name in self.specs}
         return place(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
@@ -136,7 +135,7 @@ class DcpWriter:
         if not self._run or not moments:
             return
         decays = {stored_name(name)[0]: len(spec.shape) > 1 for name, spec in moments.items()}
-        count = torch_zip_writer.dump(torch.tensor(float(self._run.updates)))
+        count = torch_zip_writer.dump(torch_zip_writer.SmallTensor.of(self._run.updates))
         for name in decays:
             yield self._path_of_state(name, "step"), count, ()
         settings = _ADAMW | dict(self._run.settings)

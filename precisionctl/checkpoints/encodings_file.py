@@ -22,7 +22,8 @@ from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.elements import E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, check_beside, complete_encoding, recognise
+from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.coded_weights import check_beside, complete_encoding, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 

@@ -15,6 +15,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.fp8 import sidecar
 from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
 
@@ -100,6 +101,11 @@ def _snapshot(path: Path) -> str | None:
     except (OSError, DamagedCheckpoint):
         main = ""
     return shlex.quote(main if main in there else there[-1])
+
+
+def _directory_of_file(path: Path) -> str | None:
+    is_part = path.is_file() and (path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp.FILE)
+    return shlex.quote(str(path.parent)) if is_part else None
 
 
 _HEAD = re.compile(
@@ -254,9 +260,21 @@ UNREAD = (
         _model_inside,
     ),
     Foreign(
-        "a file of a checkpoint, or of something else",
+        "FP8 state of calibrate or a recorder, and no checkpoint",
+        "a file with `precisionctl` in the metadata of safetensors",
+        "Give the checkpoint that it was recorded with, and this file as --fp8-state. `inspect FILE` shows it.",
+        lambda path: "" if sidecar.is_sidecar(path) else None,
+    ),
+    Foreign(
+        "one file of a checkpoint, which is a directory",
+        "a file `*.safetensors`, `*.bin`, `*.distcp`, `*.pt` or `.metadata`",
+        "Give {found}.",
+        _directory_of_file,
+    ),
+    Foreign(
+        "a file, and no checkpoint",
         "it is no directory",
-        "Give the directory of the checkpoint, not a file in it.",
+        "A checkpoint is a directory. Give that of the model.",
         lambda path: "" if path.is_file() else None,
     ),
     Foreign(

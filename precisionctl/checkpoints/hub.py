@@ -2,8 +2,12 @@
 `HF_HUB_OFFLINE` and progress are as its users have them."""
 
 import errno
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -13,6 +17,7 @@ from typing import Any
 
 from precisionctl.errors import (
     CheckpointError,
+    DamagedCheckpoint,
     DiskProblem,
     EnvironmentProblem,
     PrecisionctlError,
@@ -20,6 +25,7 @@ from precisionctl.errors import (
     UnknownFormat,
     nearest_path,
 )
+from precisionctl.untrusted.safe_files import LARGEST, LENGTHS
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
 _PAGE = re.compile(
@@ -30,6 +36,10 @@ _REMOTE = re.compile(r"[a-z][a-z0-9+]*://.+")
 _OURS = re.compile(r"precisionctl/\w[\w.-]*")
 """Our own folder in a checkpoint: its FP8 state."""
 _PICKLES = ("pytorch_model", "adapter_model")
+_WEIGHTS = re.compile(r"[^/]+\.safetensors")
+_FIRST_REQUEST = 100_000
+"""Bytes of a file that are asked for first: of most files the header is in them (as in huggingface_hub)."""
+_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ class HubName:
             return None
         if page := _PAGE.fullmatch(text):
             name = HubName(page["repo"], page["revision"])
-            raise UnknownFormat("the address of a page", where=text, do=f"Did you mean {name}, as on the Hub?")
+            raise UnknownFormat(
+                "this is the address of a web page", where=text, do=f"Did you mean {name}, as on the Hub?"
+            )
         if _REMOTE.fullmatch(text):
             raise UnknownFormat(
                 "object storage is not read, as weights are read by ranges of files",
@@ -73,11 +85,19 @@ class HubName:
         )
 
     def download(
-        self, *, progress: bool = True, several: bool = False, on_size: Callable[[int], None] = lambda nbytes: None
+        self,
+        *,
+        headers: bool = False,
+        progress: bool = True,
+        several: bool = False,
+        on_size: Callable[[int], None] = lambda nbytes: None,
     ) -> Path:
         """The directory in the client's cache that has the files of a checkpoint (`needed`). What is there already is
         not downloaded again, and is used as it is where the Hub cannot be reached. `several` says that other processes
         take the same name; `on_size` is called with the bytes to download, if there are any.
+
+        With `headers`, of safetensors that are not in the cache only their headers come, into a directory among the
+        client's assets. Reading a value there raises CheckpointError.
 
         Raises CheckpointError for a repository that is not there, not to be had, or no checkpoint; RecipeError for a
         name of which several processes may get several commits; EnvironmentProblem if the Hub cannot be reached,
@@ -89,20 +109,23 @@ class HubName:
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
         try:
             try:
-                return self._ask(progress, several, on_size)
+                return self._ask(headers, progress, several, on_size)
             except (OfflineModeIsEnabled, HTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
             # without a list of files: what is missing, the directory's Reader says
             config = ["config.json", "adapter_config.json"]
-            cached = snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
+            cached = Path(
+                snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
+            )
         except (HTTPError, OSError, HFValidationError) as error:
             raise self._in_our_words(error) from error
         if several:
-            self._check_pinned(Path(cached).name)
-        return Path(cached)
+            self._check_pinned(cached.name)
+        without = self._headers_at(cached.name)
+        return without if headers and without.exists() and not any(cached.glob("*.safetensors")) else cached
 
-    def _ask(self, progress: bool, several: bool, on_size: Callable[[int], None]) -> Path:
+    def _ask(self, headers: bool, progress: bool, several: bool, on_size: Callable[[int], None]) -> Path:
         """`download`, where the Hub can be reached; errors of its client are raised as they are."""
         from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
@@ -122,6 +145,12 @@ class HubName:
             sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
             names = needed([*sizes], self, weights=self.weights)
             absent = [name for name in names if not try_to_load_from_cache(self.repo, name, revision=commit)]
+            only_headers = [name for name in absent if headers and _WEIGHTS.fullmatch(name)]
+            if only_headers and self._headers_at(commit).exists():
+                return self._headers_at(commit)
+            if only_headers:
+                only_headers = [name for name in names if _WEIGHTS.fullmatch(name)]
+                names, absent = ([name for name in those if name not in only_headers] for those in (names, absent))
             if absent:
                 on_size(sum(sizes[name] for name in absent))
             with self._answered():
@@ -132,9 +161,55 @@ class HubName:
                     tqdm_class=tqdm if progress else Silent,
                 )
             if Path(found).name == commit:  # else the branch moved between the two
-                return Path(found)
+                lengths = {name: sizes[name] for name in only_headers}
+                return self._with_headers(Path(found), names, lengths) if lengths else Path(found)
         do = f"Name a commit: {self.repo}@{commit}"
         raise EnvironmentProblem("the branch changed between requests, three times", where=self, do=do)
+
+    def _headers_at(self, commit: str) -> Path:
+        """Where the directory of a commit's small files and headers is, once it is complete."""
+        from huggingface_hub import cached_assets_path
+
+        return cached_assets_path("precisionctl", "headers", self.repo) / commit
+
+    def _with_headers(self, snapshot: Path, names: Sequence[str], lengths: Mapping[str, int]) -> Path:
+        """A directory with these files of a snapshot, and the headers of files of these lengths. Raises
+        DamagedCheckpoint where a header cannot be one."""
+        target = self._headers_at(snapshot.name)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-", ignore_cleanup_errors=True) as folder:
+            made = Path(folder) / snapshot.name
+            for name in names:
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(snapshot / name, made / name)
+            left = LARGEST
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                headers = pool.map(lambda name: self._header(name, snapshot.name), lengths)
+                for name, header in zip(lengths, headers, strict=True):
+                    left -= len(header)
+                    if left < 0:
+                        what = f"headers of more than {LARGEST >> 20} MB, as no model has"
+                        raise DamagedCheckpoint(what, where=self)
+                    (made / name).write_bytes(header)
+            (made / LENGTHS).write_text(json.dumps(lengths))
+            try:
+                made.rename(target)
+            except OSError:
+                if not target.exists():  # else another process asked for the same
+                    raise
+        return target
+
+    def _header(self, name: str, commit: str) -> bytes:
+        """The bytes of a safetensors file before its values."""
+        from huggingface_hub import hf_hub_url
+
+        from precisionctl.checkpoints.safetensors_file import LONGEST_HEADER  # takes NumPy with it
+
+        url = hf_hub_url(self.repo, name, revision=commit)
+        found = _first_bytes(url, _FIRST_REQUEST)
+        length = 8 + int.from_bytes(found[:8], "little")
+        if len(found) < 8 or length > LONGEST_HEADER:
+            raise DamagedCheckpoint("not a safetensors file", where=f"{self}, {name}")
+        return found[:length] if length <= len(found) else _first_bytes(url, length)
 
     def _check_pinned(self, commit: str) -> None:
         """Raise RecipeError for a branch or a tag, which may move from one process's request to another's."""
@@ -192,6 +267,25 @@ class HubName:
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = f"the Hub refused the download ({status})" if status else f"the download failed: {error}"
         return EnvironmentProblem(what, where=self, do="Try again: what is downloaded is kept.")
+
+
+def _first_bytes(url: str, count: int) -> bytes:
+    """The first bytes of a file on the Hub. No more are taken from a server that sends all of it."""
+    from huggingface_hub.utils import (
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,  # type: ignore[attr-defined]
+    )
+
+    asked = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+    found = bytearray()
+    with http_stream_backoff("GET", url, headers=asked) as response:
+        hf_raise_for_status(response)
+        for piece in response.iter_raw():
+            found += piece
+            if len(found) >= count:
+                break
+    return bytes(found[:count])
 
 
 def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:

@@ -32,7 +32,8 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
-from precisionctl.quant_methods.base import Scales, cache_scales, coded_weights
+from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 

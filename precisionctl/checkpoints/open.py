@@ -33,7 +33,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
             _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
             return reader
     foreign.check_unread(path)
-    raise UnknownFormat("no checkpoint is recognised there", where=path, do=_advice(path, containers))
+    raise UnknownFormat("there is no checkpoint in a known format", where=path, do=_advice(path, containers))
 
 
 def _advice(path: Path, containers: Sequence[Container]) -> str:

@@ -40,7 +40,7 @@ class Output:
             return
         if self.path.is_symlink() or not self.path.is_dir() or any(self.path.iterdir()):
             raise DestinationExists(
-                "something is already there", where=self.path, do="Choose another destination or remove it."
+                "the destination already exists", where=self.path, do="Choose another destination or remove it."
             )
         if os.path.ismount(self.path):
             what = "a disk is mounted there, and a mount point cannot be replaced by renaming"
@@ -134,7 +134,11 @@ _PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _not_ours(path: Path) -> OutputError:
-    return OutputError("a link, or no file, is where we keep one", where=path, do="Remove it, or write elsewhere.")
+    return OutputError(
+        "a link, a folder or a device is in the place of a file of this command",
+        where=path,
+        do="Remove it, or write elsewhere.",
+    )
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:

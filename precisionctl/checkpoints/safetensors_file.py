@@ -16,7 +16,7 @@ from typing import Any
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, shown
 from precisionctl.param import TensorSpec, shared_spec
-from precisionctl.untrusted.safe_files import check_fetched
+from precisionctl.untrusted.safe_files import check_fetched, whole_length
 
 DTYPES: Mapping[str, DType] = {
     "F64": DType.float64,
@@ -42,7 +42,7 @@ DTYPES: Mapping[str, DType] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NOT_READ = ("F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of the format whose elements are no whole bytes. No model that people serve is stored in them."""
-_LONGEST_HEADER = 100_000_000  # the library's own limit
+LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
 """Most commas and brackets in a header, enough for half a million tensors. Parsing 100 MB of `[],` takes gigabytes."""
 _LARGEST_NUMBER = 1 << 63
@@ -70,7 +70,7 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            if size < 8 or length > min(size - 8, LONGEST_HEADER):
                 check_fetched(path)
                 raise DamagedCheckpoint("truncated, or not a safetensors file", where=path, do="Copy it again.")
             header, metadata = _parse(file.read(length))
@@ -84,6 +84,8 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
         if stored.offset != expected:
             raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
         expected += stored.spec.nbytes
+    if size == 8 + length:
+        size = whole_length(path) or size
     if expected != size:
         what = f"{size} bytes where its header describes {expected}"
         raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")

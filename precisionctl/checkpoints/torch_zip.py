@@ -231,7 +231,7 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Loca
     (start,) = sizes((offset,))
     begin = start * storage.dtype.itemsize
     length = math.prod(shape) * storage.dtype.itemsize
-    expected = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    expected = [math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape))]
     if any(n > 1 and have != want for n, have, want in zip(shape, stride, expected, strict=True)):
         return Inert()
     if begin + length > storage.nbytes:

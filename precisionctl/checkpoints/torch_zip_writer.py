@@ -11,18 +11,17 @@ import functools
 import io
 import math
 import os
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import Any
 
+from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
-from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps, dumps_with_memo
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import STORAGES
-
-_ALIGNMENT = 64
-"""Bytes that storages are aligned to in an archive, as by torch.save."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +34,24 @@ class Blank:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class SmallTensor:
+    """Stands for a contiguous tensor with these row-major bytes, where torch.Tensor would need PyTorch."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, number: float) -> SmallTensor:
+        """A number in FP32, in a tensor of no dimension."""
+        return cls(DType.float32, (), struct.pack("=f", number))
+
+
+EMPTY = SmallTensor(DType.uint8, (0,), b"")
+"""What Megatron has in place of FP8 state where there is none."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +86,32 @@ class TensorArchive:
 def lay_out(value: object) -> Archive:
     """The archive of an object made of lists, tuples, dicts, Namespaces, tensors, Blanks and plain values.
 
-    Equal values give equal bytes, and a Blank takes no memory. `holes` depend on the Blanks alone. The CRCs of their
-    entries are 0, as the bytes are not known yet: PyTorch does not check them (`zipfile.testzip` would).
+    Equal values give equal bytes, and a Blank takes no memory. `holes` depend on the Blanks alone.
     """
     blanks: dict[Blank, str] = {}
     _number(value, blanks)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: list[SmallTensor] = []
     data = dumps(_as_opcodes(value, blanks, tensors), protocol=2)
-    around = _AroundHoles()
-    archive = torch._C.PyTorchFileWriter(cast(IO[bytes], around), storage_alignment=_ALIGNMENT)
-    for blank, name in blanks.items():
-        archive.write_record_metadata(f"data/{name}", blank.nbytes)  # type: ignore[attr-defined]
-    archive.write_record("data.pkl", data, len(data))
-    for name, text in ((".format_version", "1"), (".storage_alignment", str(_ALIGNMENT)), ("byteorder", sys.byteorder)):
-        archive.write_record(name, text.encode(), len(text))
-    for name, tensor in tensors.items():
-        row_major = bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-        archive.write_record(f"data/{name}", row_major, tensor.nbytes)
-    archive.write_end_of_file()
-    return around.archive(list(blanks))
+    holes = ((f"data/{name}", blank.nbytes) for blank, name in blanks.items())
+    records = lay_out_records([*holes, *_records(data, tensors, len(blanks))])
+    return Archive(records.pieces, dict(zip(blanks, records.holes, strict=True)), records.length)
+
+
+def dump(value: object) -> bytes:
+    """The bytes that torch.save writes for an object. Equal values give equal bytes."""
+    tensors: list[SmallTensor] = []
+    data = dumps_with_memo(_as_opcodes(value, {}, tensors))
+    (piece,) = lay_out_records(_records(data, tensors, 0)).pieces
+    return piece[1]
+
+
+def _records(data: bytes, tensors: Sequence[SmallTensor], first: int) -> Iterator[tuple[str, bytes]]:
+    """The records of torch.save for a pickle and its tensors, whose names count from `first`."""
+    yield "data.pkl", data
+    for name, text in ((".format_version", "1"), (".storage_alignment", str(ALIGNMENT)), ("byteorder", sys.byteorder)):
+        yield name, text.encode()
+    for number, tensor in enumerate(tensors, first):
+        yield f"data/{number}", tensor.data
 
 
 def _number(value: Any, blanks: dict[Blank, str]) -> None:
@@ -102,39 +126,50 @@ def _number(value: Any, blanks: dict[Blank, str]) -> None:
             _number(item, blanks)
 
 
-def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torch.Tensor]) -> object:
-    """Translate a value into what `opcodes.dumps` takes; its tensors are added to `tensors` by storage name."""
+def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTensor]) -> object:
+    """Translate a value into what `opcodes` writes, with equal strings made one object, as a memo depends on which
+    objects are shared. Its tensors are added to `tensors`, and named after the Blanks."""
+    translated = functools.partial(_as_opcodes, blanks=blanks, tensors=tensors)
+    if type(value) is str:
+        return sys.intern(value)
+    if value is None or isinstance(value, bytes | int | float):
+        return value
     if isinstance(value, Blank):
         return _tensor(value, blanks[value])
-    if isinstance(value, torch.Tensor):
-        name = str(len(blanks) + len(tensors))
-        tensors[name] = value
-        return _tensor(value, name)
-    if isinstance(value, DType | torch.dtype):
-        return Global("torch", (value if isinstance(value, DType) else DType.of(value)).value)
+    if isinstance(value, SmallTensor):
+        tensors.append(value)
+        return _tensor(value, str(len(blanks) + len(tensors) - 1))
+    if isinstance(value, DType):
+        return _DTYPES[value]
     if isinstance(value, io.BytesIO):
-        return PickledObject(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
+        return PickledObject(_BYTES_IO, (), new=True, fields=(value.getvalue(), 0, None))
     if isinstance(value, argparse.Namespace):
-        fields = {name: _as_opcodes(item, blanks, tensors) for name, item in vars(value).items()}
-        return PickledObject(Global("argparse", "Namespace"), (), new=True, fields=fields)
+        fields: Any = translated(vars(value))
+        return PickledObject(_NAMESPACE, (), new=True, fields=fields or None)
     if isinstance(value, dict):
-        return {key: _as_opcodes(item, blanks, tensors) for key, item in value.items()}
+        return {translated(key): translated(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_as_opcodes(item, blanks, tensors) for item in value]
+        items = [translated(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
-    return value
+    if isinstance(value, torch.Tensor):
+        data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return translated(SmallTensor(DType.of(value.dtype), tuple(value.shape), data))
+    return translated(DType.of(value)) if isinstance(value, torch.dtype) else value
 
 
-def _tensor(tensor: Blank | torch.Tensor, name: str) -> PickledObject:
+def _tensor(tensor: Blank | SmallTensor, name: str) -> PickledObject:
     """A contiguous tensor as PyTorch pickles it."""
-    shape = tuple(tensor.shape)
-    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    dtype = tensor.dtype if isinstance(tensor, Blank) else DType.of(tensor.dtype)
-    storage = PersistentId(("storage", _STORAGE_CLASSES[dtype], name, "cpu", math.prod(shape)))
-    hooks = PickledObject(Global("collections", "OrderedDict"), ())
-    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
+    shape = tensor.shape
+    stride = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
+    storage = PersistentId(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
+    return PickledObject(_REBUILD, (storage, 0, shape, stride, False, PickledObject(_ORDERED_DICT, ())))
 
 
+_REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_BYTES_IO = Global("_io", "BytesIO")
+_NAMESPACE = Global("argparse", "Namespace")
+_DTYPES = {dtype: Global("torch", dtype.value) for dtype in DType}
 _STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
 
 
@@ -146,64 +181,3 @@ def record(dtype: DType, shape: tuple[int, ...]) -> TensorArchive:
     head = b"".join(piece for start, piece in archive.pieces if start < hole)
     tail = b"".join(piece for start, piece in archive.pieces if start >= hole)
     return TensorArchive(head, archive.length - len(head) - len(tail), tail)
-
-
-def dump(value: object) -> bytes:
-    """The bytes that torch.save writes for an object. Equal values give equal bytes."""
-    buffer = io.BytesIO()
-    torch.save(_interned(value), buffer)
-    return buffer.getvalue()
-
-
-def _interned(value: Any) -> Any:
-    """The same value with equal strings made one object: a pickle's bytes depend on which objects are shared."""
-    if type(value) is str:
-        return sys.intern(value)
-    if type(value) in (list, tuple):
-        return type(value)(_interned(item) for item in value)
-    if type(value) is dict:
-        return {_interned(key): _interned(item) for key, item in value.items()}
-    if isinstance(value, argparse.Namespace):
-        return argparse.Namespace(**_interned(vars(value)))
-    return value.torch if isinstance(value, DType) else value
-
-
-class _AroundHoles(io.RawIOBase):
-    """A file for PyTorch's archive writer that records what is written, and the holes: a relative seek skips the bytes
-    of a storage."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
-        self._holes: list[tuple[int, int]] = []
-
-    @property
-    def _end(self) -> int:
-        start, piece = self._pieces[-1]
-        return start + len(piece)
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._pieces[-1][1].extend(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR:
-            raise io.UnsupportedOperation("PyTorch lays archives out in another way than it did")
-        self._holes.append((self._end, offset))
-        self._pieces.append((self._end + offset, bytearray()))
-        return self._end
-
-    def archive(self, blanks: list[Blank]) -> Archive:
-        """The recorded archive, with a hole for each Blank. PyTorch makes no hole for a tensor without elements."""
-        holes = iter(self._holes)
-        found = [next(holes) if blank.nbytes else (0, 0) for blank in blanks]
-        if [length for _, length in found] != [blank.nbytes for blank in blanks] or next(holes, None):
-            raise io.UnsupportedOperation("PyTorch lays archives out in another way than it did")
-        pieces = tuple((start, bytes(piece)) for start, piece in self._pieces)
-        starts = {blank: start for blank, (start, _) in zip(blanks, found, strict=True)}
-        return Archive(pieces, starts, self._end)

@@ -16,7 +16,8 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import AS_VALUES, FLOATS
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.quant_methods.coded_weights import AS_VALUES
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from precisionctl.cli.group import Command
+from precisionctl.cli.options import Choice
 
 
 @click.command(
@@ -11,7 +12,7 @@ from precisionctl.cli.group import Command
     short_help="Print a shell's completion of commands and options.",
     examples=["completion bash >> ~/.bashrc", "completion fish > ~/.config/fish/completions/precisionctl.fish"],
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print what makes SHELL complete commands, options and paths; in its start-up file it lasts.

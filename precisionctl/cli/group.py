@@ -63,17 +63,19 @@ def general_options() -> list[click.Parameter]:
 
 class Command(click.Command):
     """A command whose help ends with `examples`, what follows `precisionctl` in a shell, and has its options in
-    `sections` by title; those in none of them come after."""
+    `sections` by title; those in none of them come after. `headers_do` says of parameters whether headers are all that
+    the command reads of weights on the Hub."""
 
     def __init__(
         self,
         *arguments: Any,
         examples: Sequence[str],
         sections: Mapping[str, Sequence[str]] | None = None,
+        headers_do: Callable[[Mapping[str, Any]], bool] = lambda given: False,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        self.examples, self.sections = examples, sections or {}
+        self.examples, self.sections, self.headers_do = examples, sections or {}, headers_do
         self.params += general_options()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,21 +95,23 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
-            _download(ctx)
+            _download(ctx, headers=self.headers_do(ctx.params))
             return super().invoke(ctx)
 
 
-def _download(ctx: click.Context) -> None:
-    """Download what is given by its name on the Hub: now, as no option is wrong any more."""
+def _download(ctx: click.Context, *, headers: bool) -> None:
+    """Download what is given by its name on the Hub, or of weights only the `headers`: now, as no option is wrong any
+    more."""
     names = ctx.meta[_NAMES] = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
     if not names:
         return
     from precisionctl import console
     from precisionctl.conversion.ranks import place_among_ranks
-    from precisionctl.reports.table import size
+    from precisionctl.sizes import size
 
     for key, name in names.items():
         ctx.params[key] = name.download(
+            headers=headers,
             progress=not ctx.meta[_QUIET],
             several=place_among_ranks() is not None,
             on_size=lambda nbytes, name=name: console.note(f"Downloading {name}, {size(nbytes)}"),

@@ -15,6 +15,7 @@ from precisionctl.cli.options import (
     POSITIVE,
     RUN,
     TOO_FAR,
+    Choice,
     Percent,
     grouped_columns_option,
     iteration_option,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         "Is FP8 safe": ["--fp8", "--fp8-state", "--html", "--workers"],
         "Input": ["--grouped-columns", "--iteration"],
     },
+    headers_do=lambda given: not given["fp8"],
 )
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
@@ -57,7 +59,7 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Show what a checkpoint contains, and its FP8 state.
+    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate does.
 
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
@@ -69,10 +71,14 @@ def inspect(
     from precisionctl import console
     from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
-    reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
-    description = report.describe(reader)
+    if not fp8 and sidecar.is_sidecar(checkpoint):
+        description = report.describe_state(sidecar.read(checkpoint), checkpoint)
+    else:
+        reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
+        description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
         from precisionctl.reports import readiness as judged
@@ -340,7 +346,7 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",
-    type=click.Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
+    type=Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
     required=True,
     help="The framework that will continue from CHECKPOINT.",
 )

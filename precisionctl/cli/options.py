@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
-from precisionctl.errors import UnknownFormat, nearest_path
+from precisionctl.errors import UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -59,6 +59,13 @@ class CheckpointPath(ExistingPath):
 
 CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
 RUN, FILE = ExistingPath(), ExistingPath(dir_okay=False)
+
+
+class Choice(click.Choice[str]):
+    """One of several words. Another is answered with all of them, and the one that was perhaps meant."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"{super().get_invalid_choice_message(value, ctx)} {meant(str(value), self.choices)}".rstrip()
 
 
 class EngineName(click.ParamType[str]):
@@ -111,7 +118,7 @@ class Duration(click.ParamType[timedelta]):
 json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
 grouped_columns_option = click.option(
     "--grouped-columns",
-    type=click.Choice(["gemm", "role"]),
+    type=Choice(["gemm", "role"]),
     help="Order of the experts' FP8 state, if it cannot be detected: gemm for TE 2.3 or newer, role for 1.9 to 2.2.",
 )
 fp8_state_option = click.option(
@@ -145,7 +152,7 @@ def megatron_fp8_options(command: Callback) -> Callback:
         return command(*arguments, megatron=overrides, **named)
 
     for flag in FLAGS:
-        kind = click.Choice([*flag.words]) if flag.words else click.INT
+        kind = Choice([*flag.words]) if flag.words else click.INT
         text = f"Megatron's: {' and '.join(flag.keys)}."
         with_megatron = click.option(flag.name, flag.parameter, type=kind, hidden=True, help=text)(with_megatron)
     switch = click.option(

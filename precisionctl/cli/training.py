@@ -15,6 +15,7 @@ from precisionctl.cli.options import (
     NEW_PATH,
     POSITIVE,
     TOKENIZER,
+    Choice,
     Duration,
     fp8_state_option,
     iteration_option,
@@ -24,7 +25,7 @@ from precisionctl.cli.options import (
 
 backend_option = click.option(
     "--backend",
-    type=click.Choice(["auto", "te", "emulated"]),
+    type=Choice(["auto", "te", "emulated"]),
     default="auto",
     show_default=True,
     help="te: Transformer Engine; emulated: FP8 emulated in PyTorch; auto: te if it can run.",
@@ -56,7 +57,7 @@ backend_option = click.option(
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="Precision of the GEMMs.")
+@click.option("--precision", type=Choice(["bf16", "fp8"]), required=True, help="Precision of the GEMMs.")
 @click.option(
     "--data",
     type=DATA,
@@ -70,12 +71,12 @@ backend_option = click.option(
 )
 @click.option(
     "--load",
-    type=click.Choice(["full", "weights"]),
+    type=Choice(["full", "weights"]),
     help="full: a whole training state; weights: a new run. Default: full, if CHECKPOINT has an optimizer.",
 )
 @click.option(
     "--skip",
-    type=click.Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
+    type=Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
     multiple=True,
     help="Do not load this part of CHECKPOINT. Can be repeated.",
 )
@@ -92,7 +93,7 @@ backend_option = click.option(
 @click.option("--shadow-every", type=POSITIVE, help="The guard: compute every Nth step in BF16 too, and compare.")
 @click.option(
     "--engine",
-    type=click.Choice(["bundled", "megatron-core"]),
+    type=Choice(["bundled", "megatron-core"]),
     default="bundled",
     show_default=True,
     help="The bundled trainer, or Megatron-Core for more than one node.",

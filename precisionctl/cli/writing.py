@@ -12,6 +12,7 @@ from precisionctl.cli.options import (
     GO_ON,
     NEW_PATH,
     POSITIVE,
+    Choice,
     EngineName,
     Size,
     Writing,
@@ -24,7 +25,7 @@ from precisionctl.cli.options import (
     parallelism_options,
     writing_options,
 )
-from precisionctl.reports.table import size
+from precisionctl.sizes import size
 
 if TYPE_CHECKING:
     from precisionctl.commands.request import Request
@@ -62,14 +63,14 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.argument("destination", type=NEW_PATH)
 @click.option(
     "--to",
-    type=click.Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"]),
+    type=Choice(["hf", "megatron", "dcp", "torchtitan", "deepspeed"]),
     required=True,
     help="Format of the result. dcp: PyTorch's distributed checkpoint, with Hugging Face's names. "
     "torchtitan: the same with torchtitan's names. deepspeed: a universal checkpoint.",
 )
 @click.option(
     "--precision",
-    type=click.Choice(["keep", "bf16", "fp32", "fp8"]),
+    type=Choice(["keep", "bf16", "fp32", "fp8"]),
     default="keep",
     show_default=True,
     help="Precision of the result. FP8 state is kept in every case.",
@@ -81,7 +82,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @parallelism_options
 @click.option(
     "--te-version",
-    type=click.Choice(["2", "1"]),
+    type=Choice(["2", "1"]),
     default="2",
     show_default=True,
     callback=lambda _context, _option, value: int(value),
@@ -143,7 +144,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option("--target", type=EngineName(), required=True, help="vllm, sglang, tensorrt-llm, transformers or te.")
 @click.option(
     "--scheme",
-    type=click.Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
+    type=Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
     "nvfp4 (recorded input scales), mxfp4, nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme.",
 )
@@ -155,7 +156,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     show_default=True,
     help="Number of GPUs that the engine will split the model over.",
 )
-@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
+@click.option("--kv-cache", type=Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
 @click.option("--keep-misfits", is_flag=True, help="Keep weights in BF16 if the engine refuses their shapes.")
 @fp8_state_option
 @click.option(

@@ -127,10 +127,12 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
 def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
     """How weights are coded and spelled."""
     if scheme not in engine.spells:
-        raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
+        raise PrecisionError(
+            f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
+        )
     if scheme not in FIXED_INPUTS and request.fp8_state and not request.kv_cache:
         raise RecipeError(
-            f"under {scheme} no input scales are stored, which FP8 state is for", do="Leave --fp8-state out."
+            f"scheme {scheme} stores no input scales, so it takes no FP8 state", do="Leave --fp8-state out."
         )
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     if scheme == "block" and source.codes is not None and (in_powers_of_2(source.codes) or all_mxfp4(source.codes)):

@@ -34,6 +34,7 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS
+from precisionctl.sizes import size
 
 _NAMES = {
     "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
@@ -112,9 +113,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         except CheckpointError as error:
             yield f"The optimizer stays behind: {error.what}."
         else:
-            size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
             if optimizer:
-                what = f"{len(optimizer)} tensors, {size:.3g} GB"
+                what = f"{len(optimizer)} tensors, {size(sum(spec.nbytes for spec in optimizer.values()))}"
                 yield f"The optimizer stays behind: {what}. The result is weights only."
     if not of_megatron(reader):
         return
@@ -161,7 +161,7 @@ def tower_notes(plan: Plan) -> Iterator[str]:
     towers = plan.towers
     yield (
         f"Megatron has the text model of this {wrapper.model_type}; its towers, {len(towers.targets)} tensors, "
-        f"{towers.nbytes / 1e9:.3g} GB, are kept beside it as they are. A checkpoint that Megatron saves later has "
+        f"{size(towers.nbytes)}, are kept beside it as they are. A checkpoint that Megatron saves later has "
         "none of them: give this one as its --reference on the way to Hugging Face."
     )
 
@@ -172,7 +172,7 @@ def missing_notes(reader: Reader) -> Iterator[str]:
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
     if missing:
-        hint = "" if files or not of_megatron(reader) else "; --reference names a directory that has them"
+        hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
 
 

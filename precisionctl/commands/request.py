@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.dtypes import DType
-from precisionctl.errors import RecipeError
+from precisionctl.errors import RecipeError, nearest
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
@@ -130,8 +130,8 @@ class Request:
             to = ASKED_AS.get(self.container or "", "hf")
             raise RecipeError(f"--to {to} is not split for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):
-            known = ", ".join(CONTAINERS[self.to])
-            raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
+            what = f"--to {self.to} is not written as {self.container}"
+            raise RecipeError(what, do=nearest(self.container, CONTAINERS[self.to]))
         if self.container in ("bin", *STATE_DICTS) and self.for_inference:
             option = "--precision" if self.is_state_dict else "--container"
             raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")
@@ -141,7 +141,7 @@ class Request:
                 do="Leave --precision and --drop-optimizer out; --to hf has the weights alone.",
             )
         if self.architecture is not None and self.reference is not None:
-            raise RecipeError("--reference already says the family", do="Leave --architecture out.")
+            raise RecipeError("--reference and --architecture both name the family", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":
             raise RecipeError(
                 "--recipe says how FP8 is made, but the result is not FP8",
@@ -153,9 +153,12 @@ class Request:
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
             )
         if self.te_version != 2 and not self.fills_extra_state:
-            raise RecipeError("the result holds no Transformer Engine state", do="Leave --te-version out.")
+            raise RecipeError(
+                "--te-version is for state of Transformer Engine, and this result has none",
+                do="Leave --te-version out.",
+            )
         if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
-            raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
+            raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
         if self.target is not None and not self.for_inference:
             raise RecipeError(
                 f"this result is not what {self.target} reads", do="Ask for hf in fp8, as Request.export."
@@ -163,13 +166,15 @@ class Request:
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
             raise RecipeError("schemes, caches and ranks are for an engine", do="Name a target.")
         if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
-            raise RecipeError("--include and --exclude choose what becomes FP8 codes", do="Leave them out.")
+            raise RecipeError(
+                "--include and --exclude choose what becomes codes, and this result has none", do="Leave them out."
+            )
         if self.target == TE:
             self._check_te()
 
     def _check_te(self) -> None:
         if self.scheme not in (None, "static"):
-            raise RecipeError(f"{TE_TITLE} is given state, which {self.scheme} has none of", do="Leave --scheme out.")
+            raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
         if self.kv_cache or self.keep_misfits or self.ranks > 1:

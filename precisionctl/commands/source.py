@@ -145,7 +145,7 @@ def open_hinted(
             raise RecipeError(what, where=reference, do="Give another one.")
     elif given and "config.json" in own.files:
         raise RecipeError(
-            "the checkpoint says itself which model it is, by a config.json of its own",
+            "the checkpoint has a config.json of its own, which says which model it is",
             where=path,
             do=f"Leave {' and '.join(given)} out.",
         )

@@ -16,6 +16,7 @@ from precisionctl.commands.notes import (
     family_notes,
     known_state_notes,
     left_behind_notes,
+    missing_notes,
     padding_notes,
     payload_notes,
     stage_notes,
@@ -63,6 +64,8 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from adapter_notes(reader)
     yield from decoded_base_notes(reader)
     yield from companion_notes(reader)
+    if request.to == "hf" and (of_megatron(reader) or of_trainer(reader)):
+        yield from missing_notes(reader)
     if request.to == "megatron":
         yield from tower_notes(plan)
     if of_megatron(reader):

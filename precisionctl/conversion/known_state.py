@@ -44,7 +44,7 @@ class KnownState:
     @property
     def why_none(self) -> str:
         """Why there is no `current` state."""
-        return outdated_words(self.outdated) if self.outdated else "the checkpoint holds no FP8 state"
+        return outdated_words(self.outdated) if self.outdated else "the checkpoint has no FP8 state"
 
 
 def known_state(
@@ -119,4 +119,4 @@ def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str
         yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway."
     both = own.modules.keys() & given.modules.keys() if own else ()
     instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
-    yield f"The FP8 state of {len(given.modules)} modules is that of {file}{instead}."
+    yield f"The FP8 state of {len(given.modules)} modules is taken from {file}{instead}."

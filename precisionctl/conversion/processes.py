@@ -11,8 +11,9 @@ import os
 import signal
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -30,32 +31,45 @@ def in_processes(
     """Do a task for each item in `workers` processes; with one worker, in this process. Yields each item with the
     task's result, in the order in which they finish.
 
-    `costs` are relative costs of the items, to balance the load. An error in a worker is raised here, after the others
-    have been stopped; OutputError if a worker was killed.
+    `costs` are relative costs of the items, to balance the load. A worker whose share is done takes items of another.
+    An error in a worker is raised here, after the others have been stopped; OutputError if a worker was killed.
     """
     if workers == 1:
         yield from ((item, task(item)) for item in items)
         return
-    children: dict[Connection, BaseProcess] = {}
+    shares = [deque(share) for share in deal(costs, workers)]
+    children: dict[Connection, tuple[BaseProcess, deque[int]]] = {}
     try:
-        for share in deal(costs, workers):
-            receiver, process = _fork(task, items, share, list(children))
-            children[receiver] = process
+        for share in shares:
+            connection, process = _fork(task, items, list(children))
+            children[connection] = process, share
+            _hand_out(connection, share, shares)
         while children:
-            for receiver in [receiver for receiver in wait(list(children)) if isinstance(receiver, Connection)]:
+            for connection in [ready for ready in wait(list(children)) if isinstance(ready, Connection)]:
+                process, share = children[connection]
                 try:
-                    message = receiver.recv()
-                except EOFError:
-                    _check_exit(children.pop(receiver))
+                    message = connection.recv()
+                except (EOFError, ConnectionError):
+                    del children[connection]
+                    _check_exit(process)
                     continue
                 if isinstance(message, Exception):
                     raise message
+                _hand_out(connection, share, shares)
                 number, result = message
                 yield items[number], result
     finally:
-        for process in children.values():
+        for process, _ in children.values():
             process.terminate()
             process.join()
+
+
+def _hand_out(connection: Connection, share: deque[int], shares: Sequence[deque[int]]) -> None:
+    """Send a worker the next item of its share; or the last one of the longest share; or None, if nothing is left."""
+    longest = max(shares, key=len)
+    number = share.popleft() if share else longest.pop() if longest else None
+    with suppress(ConnectionError):  # it was killed: receiving from it says so
+        connection.send(number)
 
 
 def deal(costs: Sequence[int], shares: int) -> list[range]:
@@ -69,36 +83,33 @@ def deal(costs: Sequence[int], shares: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-def _fork(
-    task: Callable[[Item], T], items: Sequence[Item], share: range, others: list[Connection]
-) -> tuple[Connection, BaseProcess]:
+def _fork(task: Callable[[Item], T], items: Sequence[Item], others: list[Connection]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(task, items, share, sender, [receiver, *others]), daemon=True)
+    ours, childs = context.Pipe()
+    process = context.Process(target=_child, args=(task, items, childs, [ours, *others]), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns that other threads may hold locks: the child uses none of them, and ends by os._exit
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    sender.close()  # now only the child has it, so when the child ends, receiving gives EOFError
-    return receiver, process
+    childs.close()  # now only the child has it, so when the child ends, receiving gives EOFError
+    return ours, process
 
 
-def _child(
-    task: Callable[[Item], T], items: Sequence[Item], share: range, results: Connection, parents: list[Connection]
-) -> None:
-    """The main function of a worker. It ends when its share is done, or when sending fails as its parent is gone."""
-    for receiver in parents:  # inherited by fork; as long as any process has them open, sending does not fail
-        receiver.close()
+def _child(task: Callable[[Item], T], items: Sequence[Item], parent: Connection, inherited: list[Connection]) -> None:
+    """The main function of a worker: do items, by the numbers that the parent sends. It ends at None, or when sending
+    or receiving fails as its parent is gone."""
+    for connection in inherited:  # the parent's own ends: while any process has them open, nothing fails
+        connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 1  # unless all items are done
     try:
-        for number in share:
-            results.send((number, task(items[number])))
+        while (number := parent.recv()) is not None:
+            parent.send((number, task(items[number])))
         code = 0
     except Exception as error:
         error.add_note(traceback.format_exc())
-        results.send(error)
+        parent.send(error)
     finally:
         os._exit(code)
 

@@ -92,7 +92,7 @@ class Ranks:
             if beat != last:
                 heard[rank] = beat, now
             elif now - since > _SILENCE:
-                raise OutputError(f"rank {rank} has given no sign of life for {_SILENCE:.0f} seconds", do=_AGAIN)
+                raise OutputError(f"rank {rank} has not answered for {_SILENCE:.0f} seconds", do=_AGAIN)
 
     @contextmanager
     def _beating(self) -> Iterator[None]:

@@ -24,7 +24,8 @@ from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDire
 from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme, coded_weights, recognise
+from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme
+from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from typing import Any
 
 from precisionctl.dtypes import DType
 from precisionctl.engines.rule import Breaches, QuantizedDirectory
-from precisionctl.quant_methods.base import TENSOR, cache_scales, sibling, sized
+from precisionctl.quant_methods.base import TENSOR, sibling, sized
+from precisionctl.quant_methods.coded_weights import cache_scales
 from precisionctl.torch_when_used import torch
 
 CONFIG = "config.json"

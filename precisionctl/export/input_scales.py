@@ -25,7 +25,7 @@ _RECORD = (
 )
 
 
-NO_STATE = "the checkpoint holds no FP8 state"
+NO_STATE = "the checkpoint has no FP8 state"
 
 
 def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str = NO_STATE) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: st
     MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state."""
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
-        what = f"no scales are known for the inputs of {len(modules)} modules, e.g. of `{next(iter(modules), '')}`"
+        what = f"scales for the inputs of {len(modules)} modules, e.g. `{next(iter(modules), '')}`, are unknown"
         raise MissingFp8State(f"{why_no_state}: {what}", do=_RECORD)
     amaxes = {}
     for job in jobs:

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
+from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NAME = "README.md"
@@ -73,13 +74,13 @@ class Card:
         yield "---"
 
     def _about(self, reader: Reader) -> Iterator[str]:
-        size = sum(file.stat().st_size for file in reader.files) / 1e9
+        nbytes = sum(file.stat().st_size for file in reader.files)
         when = "" if reader.iteration is None else f", iteration {reader.iteration}"
         what = f"A `{_plain(reader.model.model_type)}` in {self.codes}, for {self.title}."
         yield f"{what} In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
-        yield f"| source | {reader.container}{when}, {size:.3g} GB in {len(reader.files)} file(s) |"
+        yield f"| source | {reader.container}{when}, {size(nbytes)} in {len(reader.files)} file(s) |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
         yield f"| made by | precisionctl {__version__}, torch {torch_version()}; see `precisionctl/manifest.json` |"
         yield ""
@@ -104,7 +105,7 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:
-        raise OutputError("there is no model card of an export", where=path, do="Leave --card out.")
+        raise OutputError("there is no model card that an export wrote", where=path, do="Leave --card out.")
     measured = "".join(f"- {_plain(line)}\n" for line in lines)
     replace_file(path, before + start + measured + end + after)
 

@@ -45,9 +45,9 @@ def best_scheme(
             too_small = why_too_small(states) if states else ""
             if not too_small or len(schemes) == 1:
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"
-            why = f"{too_small}; for static input scales, record more with `precisionctl calibrate`"
+            why = f"{too_small}. For static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
-            why = f"{missing.what}; for static input scales, record them with `precisionctl calibrate`"
+            why = f"{missing.what}. For static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:
         if scheme != "static":
             return scheme, why

@@ -22,7 +22,8 @@ from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibling
+from precisionctl.quant_methods.base import QuantMethod, Scales, sibling
+from precisionctl.quant_methods.coded_weights import recognise
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

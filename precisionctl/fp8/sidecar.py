@@ -86,6 +86,15 @@ def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
     return read(path) if has_file(path, checkpoint) else None
 
 
+def is_sidecar(path: Path) -> bool:
+    """Whether a path is a file that says of itself that it is a sidecar."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return _KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def read(path: Path) -> Fp8States:
     """The states in a sidecar.
 

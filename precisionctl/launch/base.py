@@ -43,7 +43,7 @@ def left_to_provider(model: ModelShape) -> list[str]:
     bridged = _BRIDGE_FEATURES if model.architecture in _BRIDGED else ()
     if missing := [field for field in other if field not in bridged]:
         raise UnknownArchitecture(
-            f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(missing)}",
+            f"Megatron-Core computes `{model.architecture}` differently: {', '.join(missing)}",
             do="`precisionctl resume` trains it as it is.",
         )
     return list(other)

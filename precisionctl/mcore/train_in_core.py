@@ -144,7 +144,7 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
     divide by the parallel sizes."""
     if other := otherwise_in_megatron(model):
         raise UnknownArchitecture(
-            f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(other)}",
+            f"Megatron-Core computes `{model.architecture}` differently: {', '.join(other)}",
             do="Leave --engine out: the bundled trainer computes it as it is.",
         )
     sizes = recipe.parallel

@@ -53,7 +53,7 @@ def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     for name, spec in stored.items():
         if spec.dtype not in _VALUES and spec.packing is None:
             raise PrecisionError(
-                f"`{name}` is {spec.dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
+                f"`{name}` is {spec.dtype}", do="Supported are values in BF16, FP16 and FP32, and codes with scales."
             )
 
 

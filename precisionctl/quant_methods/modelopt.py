@@ -112,7 +112,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
         raise PrecisionError(
             f"quant_algo {shown(unread)} cannot be read{why}",
             where="config.json",
-            do=f"Known: {', '.join(_READ)}. Start from the model before quantization.",
+            do=f"Known: {', '.join(_READ)}. Start from the unquantized model.",
         )
     return together(part for part in parts if part is not None)
 

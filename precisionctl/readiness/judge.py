@@ -93,7 +93,7 @@ class Verdict:
         if self.recalibrate:
             return f"calibrate first ({self.recalibrate} modules), then {in_bf16}"
         if self.unjudged:
-            return f"not known yet; as far as it is, {in_bf16}"
+            return f"not known yet; so far {in_bf16}"
         return f"ready, {in_bf16}"
 
 

@@ -64,7 +64,7 @@ def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
         raise RecipeError(f"base = {base!r} is not the name of a recipe", where=file)
     below = find_recipe(base, beside=file.parent)
     if below.resolve() in (lower.resolve() for lower in (file, *above)):
-        raise RecipeError(f"base = {base!r} leads back here", where=file)
+        raise RecipeError(f"base = {base!r} leads back to this recipe", where=file)
     table_below = _read(below, (file, *above))
     _make(Recipe, table_below, prefix="", where=below)  # so that its errors name it
     return _over(table, table_below)

@@ -6,10 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
@@ -25,7 +27,8 @@ from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
-from precisionctl.reports.table import Table, size
+from precisionctl.reports.table import Table
+from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ def describe(reader: Reader) -> Description:
         "path": str(reader.path),
         "container": reader.container,
         "layout": reader.layout,
+        "stored_names": "torchtitan" if isinstance(reader, DcpModelReader) and reader.of_torchtitan else None,
         "architecture": model.model_type if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
@@ -64,6 +68,11 @@ def describe(reader: Reader) -> Description:
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
+
+
+def describe_state(states: Fp8States, path: Path) -> Description:
+    """What a file of FP8 state says, as `describe` says it of state in a checkpoint."""
+    return {"path": str(path), "fp8": _fp8(states, None)}
 
 
 _SIZES = {
@@ -156,15 +165,15 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
     return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
 
 
-def _fp8(states: Fp8States, reader: Reader) -> dict[str, Any]:
-    iteration = reader.iteration
+def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
+    iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
     return {
         "recipe": asdict(states.recipe),
         "producer": states.producer,
         "recorded_at_iteration": states.iteration,
         "age_in_steps": age,
-        "of_these_weights": _is_of_its_weights(states, reader),
+        "of_these_weights": _is_of_its_weights(states, reader) if reader else None,
         "never_recorded": {
             role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
             for role in _roles(states)
@@ -207,32 +216,38 @@ def _plain(values: Tensor) -> Any:
 
 def tables(description: Description) -> list[Table]:
     """The description for people."""
+    if "container" not in description:  # of a file of state
+        return [Table(description["path"], ("", ""), _fp8_rows(description["fp8"])), _by_role(description["fp8"])]
     found = [summary(description)]
     if linears := description["linears"]:
         words = [(each["pattern"], str(each["count"]), each["why_not_fp8"] or "FP8") for each in linears]
         found.append(Table("Matrices, and what an FP8 export makes of them", ("name", "number", ""), words))
-    if not (fp8 := description["fp8"]):
-        return found
+    return [*found, _by_role(description["fp8"])] if description["fp8"] else found
+
+
+def _by_role(fp8: Description) -> Table:
+    """How many modules have recorded what, and within which limits."""
     rows = []
     for role, never in fp8["never_recorded"].items():
         recorded = [each[role] for each in fp8["modules"].values() if role in each and each[role]["recorded"]]
         amax, scale = (_range(state[key] for state in recorded) for key in ("amax", "scale"))
         rows.append((role, str(len(recorded)), str(never), amax, scale))
     columns = ("role", "recorded", "never recorded", "amax", "scale")
-    return [*found, Table("FP8 state by role", columns, rows)]
+    return Table("FP8 state by role", columns, rows)
 
 
 def summary(description: Description) -> Table:
     """What the checkpoint is."""
+    names = description["stored_names"]
     rows = [
         ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
-        ("layout", description["layout"]),
+        ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
         ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
-        *([("cut for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
+        *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
@@ -314,10 +329,11 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     recorded = fp8["recorded_at_iteration"]
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
-    others = ", with other weights than these: not used" if fp8["of_these_weights"] is False else ""
+    ago = f", {age} steps ago" if age else ""
+    others = {True: "", False: ", with other weights than these: not used", None: "; not compared with weights"}
     rows = [
         ("FP8 recipe", words),
-        ("FP8 state", f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "") + others),
+        ("FP8 state", f"{len(fp8['modules'])} modules, {when}{ago}{others[fp8['of_these_weights']]}"),
     ]
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))

@@ -9,7 +9,8 @@ from precisionctl.model_shape import UntabledModel
 from precisionctl.param import ONE_RANK, STATE
 from precisionctl.planning.checks import without_numbers
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.reports.table import Table, size
+from precisionctl.reports.table import Table
+from precisionctl.sizes import size
 
 _LINES = 200
 """Most kinds that are shown: a stranger's names may all differ."""
@@ -69,7 +70,7 @@ def _stages(plan: Plan) -> Table:
             held[last] += share if plan.model.tied_embeddings and last else 0  # the output layer's copy
     rows = [(str(rank), _ranges(layers[rank]), size(held[rank])) for rank in range(sizes.pipeline)]
     by_expert = f", {sizes.expert} of experts" if sizes.expert > 1 else ""
-    title = f"Cut for {sizes.pipeline} pipeline x {sizes.tensor} tensor-parallel ranks{by_expert}"
+    title = f"Split for {sizes.pipeline} pipeline x {sizes.tensor} tensor-parallel ranks{by_expert}"
     return Table(title, ("pipeline rank", "layers", "weights on each GPU"), rows)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
-from precisionctl.reports.table import percent, size
+from precisionctl.reports.table import percent
+from precisionctl.sizes import size
 from precisionctl.trainer.data.corpus import Corpus
 from precisionctl.trainer.data.megatron import BIN, IDX, LEARNED
 from precisionctl.trainer.measure.metrics import StepMetrics

@@ -18,15 +18,6 @@ class Table:
         return bool(cells) and all(cell.lstrip("+-−")[:1].isdigit() for cell in cells if cell != "-")
 
 
-def size(count: float) -> str:
-    """Bytes for people: `1.5 GB`, in powers of 1000 as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def percent(ratio: float) -> str:
     """A relative gap with its sign: `+0.12 %`."""
     return f"{100 * ratio:+.2f} %"

@@ -13,19 +13,23 @@ from precisionctl.verify.engine_rules import NO_CODES
 SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""
 
+FEW = 5
+"""How many of them where settings differ: two models, of which tensors say no more than settings do."""
+
 
 def tables(comparison: Comparison) -> list[Table]:
-    """How many tensors are what, the worst of those that differ, the differences in FP8 state, and what was not
-    compared."""
+    """The settings that differ, how many tensors are what, the worst of those that differ, the differences in FP8
+    state, and what was not compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
     found = [Table("Tensors", columns, rows)]
+    if settings := comparison.settings:
+        title = "Settings that differ" + (f", the first {SHOWN} of {len(settings)}" if len(settings) > SHOWN else "")
+        found.insert(0, Table(title, ("",), [(line,) for line in settings[:SHOWN]]))
     different = [tensor for tensor in comparison.tensors if not tensor.equal]
     if different:
-        found.append(_worst(different))
-    if comparison.settings:
-        found.append(Table("Settings that differ", ("",), [(line,) for line in comparison.settings[:SHOWN]]))
+        found.append(_worst(different, FEW if settings else SHOWN))
     if comparison.codes:
         found.append(codes(comparison.codes))
     if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
@@ -46,7 +50,8 @@ def verdict(comparison: Comparison) -> str:
         words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
         words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
         return f"The same: {', '.join([f'all {count} tensors', *words])}."
-    found = {f"{different} of {count} tensors": different, f"{settings} settings": settings, "FP8 state": states}
+    differing = "1 setting" if settings == 1 else f"{settings} settings"
+    found = {f"{different} of {count} tensors": different, differing: settings, "FP8 state": states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 
 
@@ -84,13 +89,13 @@ def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ..
     return (status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"), values)
 
 
-def _worst(different: Sequence[TensorComparison]) -> Table:
-    worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:SHOWN]
+def _worst(different: Sequence[TensorComparison], most: int) -> Table:
+    worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:most]
     rows = [
         (t.name, _status(t), t.dtypes, *map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ",")))
         for t in worst
     ]
-    title = f"{len(different)} tensors differ" + (f", the worst {SHOWN}" if len(different) > SHOWN else "")
+    title = f"{len(different)} tensors differ" + (f", the worst {most}" if len(different) > most else "")
     return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error", "values that differ"), rows)
 
 
@@ -104,7 +109,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _state(comparison: Comparison) -> Sequence[str]:
     if comparison.fp8 is None:
-        return ["not compared: no more than one side has any"]
+        return ["not compared: A and B do not both have it"]
     return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 

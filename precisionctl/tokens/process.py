@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from precisionctl.errors import EnvironmentProblem
+from precisionctl.sizes import size
 from precisionctl.tokens.limits import Limits
 from precisionctl.tokens.wire import Packet, receive, send
 
@@ -99,7 +100,7 @@ class Process:
         except subprocess.TimeoutExpired:
             return "says no more"
         if code == -signal.SIGABRT:  # how Rust ends where there is no memory
-            return f"asks for more than {limits.nbytes / 1e9:.1f} GB of memory"
+            return f"asks for more than {size(limits.nbytes)} of memory"
         if code == -signal.SIGKILL:
             return "was killed, as the system does where memory runs out"
         if code == -signal.SIGXCPU:

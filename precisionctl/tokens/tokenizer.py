@@ -170,7 +170,9 @@ class Tokenizer:
         if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
             raise DataError("the checkpoint has no tokenizer", where=named, do=do)
         if size > LARGEST:
-            raise DataError(f"a tokenizer of {size >> 20} MB, as none is", where=named, do=do)
+            raise DataError(
+                f"the tokenizer's files have {size >> 20} MB, more than any known tokenizer", where=named, do=do
+            )
         process = Process(one_core=self._one_core)
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -79,7 +79,9 @@ def read_recipe(settings: Settings) -> Recipe:
             do="Leave it out, or train in FP8 with precision.scaling=delayed.",
         )
     if settings.cold_start and settings.fp8_state:
-        raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
+        raise RecipeError(
+            "--cold-start starts without FP8 state, and --fp8-state gives one", do="Leave one of them out."
+        )
     if recipe.precision.delayed.fp8_dpa or recipe.precision.delayed.fp8_mha:
         raise RecipeError(
             "precision.delayed.fp8_dpa and fp8_mha put attention into FP8, which is not supported here",
@@ -87,7 +89,9 @@ def read_recipe(settings: Settings) -> Recipe:
         )
     require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
-        raise RecipeError("an FP8 run records amaxes anyway", do="Leave --collect-amax out.")
+        raise RecipeError(
+            "--collect-amax is for BF16 runs: an FP8 run records amaxes anyway", do="Leave --collect-amax out."
+        )
     return with_data(recipe, settings.data)
 
 

@@ -1,10 +1,11 @@
 """Read files from strangers: they must be files, in the directory where they seem to be, and not too large."""
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, damage
 
 LARGEST = 256 << 20
 """Most bytes of a file that is read at once, and of all companion files together; tokenizers have up to 40 MB."""
@@ -82,3 +83,21 @@ def check_fetched(path: Path) -> None:
         if file.read(len(_POINTER)) == _POINTER:
             what = "a pointer of Git LFS, not the file itself"
             raise DamagedCheckpoint(what, where=path, do="Fetch the files: run `git lfs pull` in that directory.")
+
+
+LENGTHS = ".lengths.json"
+"""In a directory of headers: the length of each file that only the header of is there, as a JSON object by name. Such a
+file ends where its values would begin, so nothing can take anything else for them."""
+
+
+def whole_length(path: Path) -> int | None:
+    """The length of a file that only the header of is there; None for any other file. Raises DamagedCheckpoint for
+    LENGTHS that are none."""
+    lengths = path.parent / LENGTHS
+    if not has_file(lengths, path.parent):
+        return None
+    with damage("not the lengths of files", lengths):
+        length = json.loads(read_file(lengths, path.parent)).get(path.name)
+        if length is not None and type(length) is not int:
+            raise ValueError(f"a length that is a {type(length).__name__}")
+    return length

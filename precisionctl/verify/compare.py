@@ -110,7 +110,8 @@ def compare(
         for tensors_of, coded in zip((left, right), encodings, strict=True)
     )
     found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
-    settings = [*_setting_differences(a, b), *(line for lines, _ in found for line in lines)]
+    configs, *scales = (lines for lines, _ in found)
+    settings = [*configs, *_setting_differences(a, b), *(line for lines in scales for line in lines)]
     left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
     if isinstance(optimizers, str):
         left_out += of_keys("one optimizer", [optimizers] if optimizers else [])

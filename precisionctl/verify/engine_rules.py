@@ -7,7 +7,7 @@ from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_te
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
-from precisionctl.quant_methods.base import recognise
+from precisionctl.quant_methods.coded_weights import recognise
 
 NO_CODES = EngineRule(
     "values need no quantization, and engines take them as they are: of the rules only those of config.json were "

@@ -20,7 +20,8 @@ from precisionctl.export.kv_cache import scales_of_state
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import CACHE_SCALES, CODES
+from precisionctl.quant_methods.base import CODES
+from precisionctl.quant_methods.coded_weights import CACHE_SCALES
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.configs import Found
 from precisionctl.verify.not_compared import NotCompared

@@ -16,20 +16,20 @@ LIST: Mapping[str, str] = {
     "code": "keys of config.json that name a model's own code or its files; nothing here runs code",
     "spelled otherwise": "keys of config.json that a family reads, and that make the same model: defaults, older "
     "names, what another key switches off, the longest context where rotary positions do not depend on it",
-    "one config": "config.json, beyond the model's shape, where one side only has one",
+    "one config": "config.json, beyond the model's shape, where only one side has one",
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
-    "one quantization": "`quantization_config`, where one side only has one, or codes, or each another `quant_method`",
-    "one encoding": "how weights were coded before they became values, where one side only knows",
-    "derived": "buffers that a model makes again by itself: rotary frequencies, causal masks",
+    "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
+    "one encoding": "how weights were coded before they became values, where only one side knows",
+    "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
     "padding": "rows that pad the vocabulary in Megatron",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",
     "one state": "FP8 state of one side only; --fp8 makes that a difference",
-    "recording": "who recorded FP8 state, and when; statistics beside it that one side only has",
-    "one optimizer": "the optimizer's tensors, where one side only has them, or where they are not stored by parameter",
-    "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer, and of Megatron's "
-    "arguments what says nothing of the model",
+    "recording": "who recorded FP8 state, and when; statistics beside it that only one side has",
+    "one optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",
+    "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer, and those of Megatron's "
+    "arguments that do not describe the model",
     "files": "tokenizer, chat template and generation_config.json",
 }
 """Why something is left out, by topic."""

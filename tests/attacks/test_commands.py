@@ -295,7 +295,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "metadata with holes": ("dist", hole(".metadata"), LARGE),
     "metadata that is a pipe": ("dist", pipe(".metadata"), "not a file"),
     "metadata that is a gadget": ("dist", write(".metadata", pickle.dumps(Gadget())), f"system.*{NAME}"),
-    "a marker that is a pipe": ("dist", pipe("metadata.json"), "no checkpoint is recognised"),
+    "a marker that is a pipe": ("dist", pipe("metadata.json"), "there is no checkpoint in a known format"),
     "common data elsewhere": ("dist", link("common.pt"), ELSEWHERE),
     "common data with holes": ("dist", hole("common.pt"), LARGE),
     "common data that is a gadget": ("dist", common(more=Gadget()), f"system.*{NAME}"),

@@ -52,11 +52,11 @@ def test_what_lies_in_the_place_of_a_lock_or_a_journal_is_left_alone(
     output.partial.mkdir()
     WAITING["a link" if waiting == "a link to itself" else waiting](tmp_path / "lock")
     WAITING[waiting](output.share_journal(1))
-    with pytest.raises(OutputError, match="a link, or no file"), open_journal(output, "plan", []):
+    with pytest.raises(OutputError, match="a link, a folder or a device"), open_journal(output, "plan", []):
         pass
-    with pytest.raises(OutputError, match="a link, or no file"), open_share_journal(output, 1):
+    with pytest.raises(OutputError, match="a link, a folder or a device"), open_share_journal(output, 1):
         pass
-    with pytest.raises(OutputError, match="a link, or no file"):
+    with pytest.raises(OutputError, match="a link, a folder or a device"):
         open_kept(tmp_path / "lock")
     assert target.read_bytes() == TARGET
     assert not (tmp_path / "nothing").exists()
@@ -98,7 +98,7 @@ def test_a_conversion_does_not_write_into_a_linked_folder(tmp_path: Path) -> Non
     (tmp_path / "elsewhere" / "kept").write_bytes(TARGET)
     (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
     for restart in (False, True):
-        with pytest.raises(OutputError, match="a link, or no file"):
+        with pytest.raises(OutputError, match="a link, a folder or a device"):
             execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=restart)
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
 

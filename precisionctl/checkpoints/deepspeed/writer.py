@@ -25,7 +25,6 @@ from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import MOMENTS, STATE, TensorSpec
-from precisionctl.torch_when_used import torch
 
 _VERSION = "0.19.8"
 
@@ -78,7 +77,7 @@ class DeepSpeedWriter:
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write what is beside the parameters: Adam's count and settings, model states, config and tokenizer."""
-        directory, count = self.directory / self._tag, torch.tensor(float(self._run.updates))
+        directory, count = self.directory / self._tag, torch_zip_writer.SmallTensor.of(self._run.updates)
         trained = [path.parent for path in self._stored if path.stem == MOMENTS[0]]
         step = torch_zip_writer.dump(count)
         for folder in trained:

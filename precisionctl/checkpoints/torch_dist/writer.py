@@ -32,7 +32,6 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
-from precisionctl.torch_when_used import torch
 
 
 class TorchDistWriter:
@@ -67,7 +66,7 @@ class TorchDistWriter:
         self._keys = {name: stack(name, self._by_layer) for name in specs}
         _check_stacks(specs, self._keys)
 
-    @cached_property  # a plan needs no places, nor PyTorch, which makes the archives around tensors
+    @cached_property  # a plan needs no places
     def _placed(self) -> list[Placed]:
         return place(self.directory, self.specs, self._keys, self._parallelism)
 
@@ -126,7 +125,7 @@ class TorchDistWriter:
     def _write_objects(self, fp8: Fp8States | None) -> dict[str, torch_zip.Span]:
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         experts = max((expert + 1 for name in model if (expert := expert_of(name)) is not None), default=1)
-        empty = {name: torch.empty(0, dtype=torch.uint8) for name in demanded(model)}
+        empty = dict.fromkeys(demanded(model), torch_zip_writer.EMPTY)
         payloads = {**empty, **(payloads_of(fp8, self._te, self._parallelism.expert) if fp8 else {})}
         states = {
             object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()

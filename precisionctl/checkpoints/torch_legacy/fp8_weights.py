@@ -16,7 +16,8 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, encoding
+from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.coded_weights import encoding
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
-from precisionctl.checkpoints.torch_zip_writer import Blank
+from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import MOMENTS, STATE
 from precisionctl.torch_when_used import torch
@@ -128,7 +128,7 @@ def _optimizer_of(
         )
         for number, (stage, name, _) in zip(numbers, members, strict=True):
             found = {kind: tensors[kind, stage, name] for kind in MOMENTS if (kind, stage, name) in tensors}
-            states[number] = {} if step is None else {"step": torch.tensor(float(step))}
+            states[number] = {} if step is None else {"step": SmallTensor.of(step)}
             states[number] |= found
     inner: dict[str, object] = {"state": states, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner

@@ -280,7 +280,7 @@ class LegacyReader(MegatronDirectory):
         """Each `_extra_state` that is not empty, from every rank: without `reduce_amax` they differ between ranks."""
         for rank, entries in self._stages:
             for name, value in entries.items():
-                if EXTRA_STATE not in name:
+                if EXTRA_STATE not in name or (isinstance(value, LocatedTensor) and not value.nbytes):
                     continue
                 if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
                     yield SavedPayload(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)

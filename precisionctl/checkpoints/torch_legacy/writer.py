@@ -22,7 +22,6 @@ from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.fp8_state_writer import (
-    Object,
     beside_payloads,
     demanded,
     grouped_payloads,
@@ -43,7 +42,6 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import MOMENTS, ONE_RANK, STATE, Parallelism, TensorSpec
-from precisionctl.torch_when_used import torch
 
 _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)
@@ -189,7 +187,7 @@ class LegacyWriter:
                     os.close(file)
 
     def _archive(
-        self, ranks: _TensorRanks, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None
+        self, ranks: _TensorRanks, payloads: Mapping[tuple[int, str], object], fp8: Fp8States | None
     ) -> Archive:
         """The layout of these ranks' files: tensors first, so that their offsets do not depend on the size of FP8
         state."""
@@ -212,7 +210,7 @@ class LegacyWriter:
         names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
 
-    def _extra_states(self, fp8: Fp8States | None) -> dict[_TensorRanks, dict[tuple[int, str], Object]]:
+    def _extra_states(self, fp8: Fp8States | None) -> dict[_TensorRanks, dict[tuple[int, str], object]]:
         """The `_extra_state` of each module for which a run expects one, by the ranks that have it, then by stage and
         name there. Empty payloads (uint8 `[0]`) where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
@@ -220,11 +218,10 @@ class LegacyWriter:
         states = [
             grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
         ]
-        empty = torch.empty(0, dtype=torch.uint8)
-        found: dict[_TensorRanks, dict[tuple[int, str], Object]] = {ranks: {} for ranks in self._ranks}
+        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {ranks: {} for ranks in self._ranks}
         for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
             for ranks, stage, local in self._holders(name):
-                found[ranks][stage, local] = states[ranks.expert].get(name, empty)
+                found[ranks][stage, local] = states[ranks.expert].get(name, torch_zip_writer.EMPTY)
         return found
 
 

@@ -79,14 +79,21 @@ def make_corpus(
     if not ((before := _noted(partial)) and before.written):
         _check_free(out)
     if (partial.exists() and not (partial / _LOCK).exists()) or partial.is_symlink():
-        raise OutputError("nothing of this command's", where=partial, do="Choose another OUT, or remove it.")
+        raise OutputError(
+            "something else is in the place of this command's unfinished output",
+            where=partial,
+            do="Choose another OUT, or remove it.",
+        )
     alone = any((tokenizer / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     companions = read_companions(tokenizer) if alone else open_checkpoint(tokenizer).companions
     with disk_problems(Output(out)):
         partial.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             file = stack.enter_context(open_kept(partial / _LOCK))
-            lock(file, OutputError("another process is making it", where=partial, do="Wait for it, or stop it."))
+            lock(
+                file,
+                OutputError("another process is writing this result", where=partial, do="Wait for it, or stop it."),
+            )
             tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
             begun = Corpus(key_of(source.identity, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
             made = _begin(partial, out, begun)
@@ -100,7 +107,7 @@ def make_corpus(
 def _check_free(out: Path) -> None:
     for suffix in (BIN, IDX, LEARNED):
         if (there := with_suffix(out, suffix)).exists():
-            raise OutputError("it is there already", where=there, do="Choose another OUT, or remove it.")
+            raise OutputError("the result already exists", where=there, do="Choose another OUT, or remove it.")
 
 
 def _noted(partial: Path) -> Corpus | None:

@@ -76,7 +76,7 @@ def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     with open(index, "rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError("not an index of Megatron's", where=index)
+        raise DataError("not one of Megatron's .idx files", where=index)
     _, version, code, sequences, ends = HEADER.unpack(header)
     if version != 1 or code not in ID_TYPES:
         raise DataError(f"version {version} with values of type {code}, and not token ids of version 1", where=index)

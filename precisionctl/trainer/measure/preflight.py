@@ -16,6 +16,7 @@ from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, Train
+from precisionctl.sizes import size
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.memory import Memory, estimate
@@ -63,7 +64,7 @@ def require_memory(ahead: Preflight, recipe: Recipe, world: World) -> tuple[str,
     short = int(world.all_reduce_max(torch.tensor(needed - ahead.free)))
     if short <= 0:
         return ()
-    what = f"the run will need about {_size(needed)} on each rank, and {_size(needed - short)} are free"
+    what = f"the run will need about {size(needed)} on each rank, and {size(needed - short)} are free"
     if recipe.train.memory_check == "warn":
         return (f"{what}. {would_fit(ahead)}",)
     do = f"{would_fit(ahead)} To try all the same: --set train.memory_check=warn."
@@ -136,7 +137,7 @@ def _fitting(
                 continue
             needed = estimate(model, changed, backend, ranks=count, gpu=gpu).total
             if needed <= free:
-                yield f"{words} ({_size(needed)})"
+                yield f"{words} ({size(needed)})"
                 break
 
 
@@ -161,10 +162,6 @@ def _tensor_parallel(recipe: Recipe, ranks: int) -> Iterator[Change]:
         while count <= max(MOST_RANKS, ranks):
             yield f"{count} ranks with parallel.tensor={tensor} and parallel.sequence=true", shared, count
             count *= 2
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def check(count: int, recipe: Recipe) -> None:
         )
     if recipe.optimizer.preset == "fp8-lm" and sizes.replicate != count:
         raise RecipeError(
-            "fp8-lm sums gradients of whole models, and these ranks share one",
+            "fp8-lm needs the whole model on every rank, and these ranks share one",
             do=f"Give --set parallel.replicate={count} and no parallel.tensor, or leave optimizer.preset out.",
         )
     if count > 1 and recipe.train.weight_casts == "per-update" and recipe.optimizer.preset != "fp8-lm":

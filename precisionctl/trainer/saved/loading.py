@@ -92,7 +92,7 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
     if first >= steps:
         raise RecipeError(
             f"the checkpoint is at step {first}, and train.steps is {steps}",
-            do="Steps count on from the checkpoint's: raise train.steps, or use --skip schedule or --load weights.",
+            do="A run goes on from there: raise train.steps, or use --skip schedule or --load weights.",
         )
     return first
 

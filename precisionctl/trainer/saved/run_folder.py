@@ -99,7 +99,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_place(out: Path, checkpoint: Path) -> None:
     """Raise OutputError if a run's folder contains the checkpoint that it starts from, or is a file."""
     if out.exists() and not out.is_dir():
-        raise OutputError("--out is a folder, and a file is there", where=out, do="Choose another --out.")
+        raise OutputError("--out must be a folder, and this is a file", where=out, do="Choose another --out.")
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
         raise OutputError(
             "--out is where the checkpoint itself is, and a source is never written to",

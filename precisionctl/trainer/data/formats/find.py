@@ -47,12 +47,14 @@ def files_of(path: Path) -> list[Path]:
     indexed = [file for file in found if file.suffix == ".idx" and file.with_suffix(".bin") in found]
     if indexed:
         raise DataError(
-            f"{indexed[0].name} is Megatron's data, which must be named by itself",
+            f"{indexed[0].name} is Megatron's data, which is not read as part of a folder",
             where=path,
             do="Give the path without .idx; several are a blend, data.blend in a recipe.",
         )
     if not found:
-        raise DataError("no files", where=path, do="Give text, JSONL, JSON or parquet, or a folder of them.")
+        raise DataError(
+            "the folder has no files", where=path, do="Give text, JSONL, JSON or parquet, or a folder of them."
+        )
     return found
 
 

@@ -47,7 +47,7 @@ class _Text:
         while not (left := self._left.lstrip()) and self._more():
             pass
         if (left[:1] not in expected) if left else expected:
-            raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text behind the list", left, 0)
+            raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text after the list", left, 0)
         self._left = left[1:]
         return left[:1]
 
