@@ -75,13 +75,11 @@ class LocalHub:
         elif kind == "resolve" and (name := "/".join(path)) in files:
             body = files[name].read_bytes()
             headers = {"ETag": f'"{_oid(files[name])}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(body))}
-            if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", "")):
+            if self.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))):
                 first, last = int(asked[1]), min(int(asked[2]), len(body) - 1)
                 status, headers["Content-Range"] = 206, f"bytes {first}-{last}/{len(body)}"
                 body = body[first : last + 1]
             if with_body:
-                if self.ranges and (asked := re.fullmatch(r"bytes=0-(\d+)", request.headers.get("Range", ""))):
-                    status, body = 206, body[: int(asked[1]) + 1]
                 self.fetched.append(name)
                 self.sent[name] += len(body)
         else:

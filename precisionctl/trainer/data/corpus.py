@@ -70,8 +70,8 @@ class Corpus:
 def make_corpus(
     source: DataSource, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None] = lambda size: None
 ) -> Corpus:
-    """Tokenize data as `resume` does, with the tokenizer of a checkpoint or of a directory
-    that has no more, in `workers` processes. `on_text` is called with the characters of each further piece of text.
+    """Tokenize data as `resume` does, with the tokenizer of a checkpoint or of a directory that has no more, in
+    `workers` processes. `on_text` is called with the characters of each further piece of text.
 
     Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
     """

@@ -188,11 +188,7 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
     cut = np.minimum(sizes, length + 1)
     kept = samples.first_target < cut
     if not kept.any():
-<<<<<<< HEAD
-        raise DataError("no conversation has a word of the assistant to learn", where=data)
-=======
-        raise DataError("no conversation has text of the assistant to learn", where=path)
->>>>>>> main
+        raise DataError("no conversation has text of the assistant to learn", where=data)
     notes = list(tokens.about.notes)
     if longer := int((sizes > length + 1).sum()):
         notes.append(f"{longer} conversations were cut to {length} tokens")
