@@ -166,7 +166,7 @@ def evaluate(
     DataError for text or a tokenizer that cannot be used."""
     reference = open_reader(Path(against)) if against else None
     reader = open_reader(Path(path), iteration)
-    return evaluate_reader(reader, Path(data), against=reference, sequence_length=sequence_length, device=device)
+    return evaluate_reader(reader, data, against=reference, sequence_length=sequence_length, device=device)
 
 
 def download(name: str) -> Path:

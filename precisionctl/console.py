@@ -94,9 +94,10 @@ def show_error(error: PrecisionctlError) -> None:
 
 @contextmanager
 def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on stderr; call what it yields with the number of further bytes."""
+    """A progress bar of bytes on stderr; call what it yields with the number of further bytes. A `total` of 0 is not
+    known."""
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _bar(what, *columns, quiet=quiet, total=total) as update:
+    with _bar(what, *columns, quiet=quiet, total=total or None) as update:
         yield lambda count: update(advance=count)
 
 

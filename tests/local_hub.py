@@ -1,5 +1,5 @@
 """The few endpoints of the Hugging Face Hub that a download asks, served from a folder: `ORG/NAME/` has the files of a
-repository, all of one commit."""
+repository, `datasets/ORG/NAME/` those of a data set's, all of one commit."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "c" * 40
 REVISIONS = ("main", "v1.0", COMMIT)
@@ -31,6 +31,9 @@ class LocalHub:
             def do_GET(self) -> None:
                 hub.answer(self, with_body=True)
 
+            def do_POST(self) -> None:
+                hub.answer(self, with_body=True)
+
             def do_HEAD(self) -> None:
                 hub.answer(self, with_body=False)
 
@@ -42,9 +45,11 @@ class LocalHub:
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         parts = unquote(urlsplit(request.path).path).strip("/").split("/")
-        parts = parts[2:] if parts[:2] == ["api", "models"] else parts
-        repo = "/".join(parts[:2])
-        kind, revision, *path = parts[2:] or ["revision", "main"]
+        parts = parts[1:] if parts[0] == "api" else parts
+        parts = parts[1:] if parts[0] == "models" else parts
+        at = 3 if parts[0] == "datasets" else 2
+        repo = "/".join(parts[:at])
+        kind, revision, *path = parts[at:] or ["revision", "main"]
         files = {
             str(file.relative_to(self.folder / repo)): file
             for file in (self.folder / repo).rglob("*")
@@ -58,18 +63,23 @@ class LocalHub:
         elif kind == "revision":
             listed = [{"rfilename": name, "size": file.stat().st_size} for name, file in sorted(files.items())]
             body = json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": listed}).encode()
-        elif kind == "tree":
-            entries = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": _oid(file)}
-                for name, file in sorted(files.items())
-            ]
-            body = json.dumps(entries).encode()
+        elif kind in ("tree", "paths-info"):
+            below = {str(parent): parent for name in files for parent in Path(name).parents} | files
+            if kind == "paths-info":
+                wanted = parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode())["paths"]
+            elif "recursive=false" in request.path:
+                wanted = [name for name in below if name != "." and Path(name).parent == Path(*path)]
+            else:
+                wanted = [*files]
+            body = json.dumps([_entry(name, files.get(name)) for name in sorted(wanted) if name in below]).encode()
         elif kind == "resolve" and (name := "/".join(path)) in files:
             body = files[name].read_bytes()
             headers = {"ETag": f'"{_oid(files[name])}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(body))}
+            if self.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))):
+                first, last = int(asked[1]), min(int(asked[2]), len(body) - 1)
+                status, headers["Content-Range"] = 206, f"bytes {first}-{last}/{len(body)}"
+                body = body[first : last + 1]
             if with_body:
-                if self.ranges and (asked := re.fullmatch(r"bytes=0-(\d+)", request.headers.get("Range", ""))):
-                    status, body = 206, body[: int(asked[1]) + 1]
                 self.fetched.append(name)
                 self.sent[name] += len(body)
         else:
@@ -81,6 +91,12 @@ class LocalHub:
         request.end_headers()
         if with_body:
             request.wfile.write(body)
+
+
+def _entry(name: str, file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {"type": "directory", "path": name, "oid": "e" * 40}
+    return {"type": "file", "path": name, "size": file.stat().st_size, "oid": _oid(file)}
 
 
 def _oid(file: Path) -> str:

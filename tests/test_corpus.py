@@ -17,6 +17,8 @@ from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import corpus, load_rows, tokenize
 from precisionctl.trainer.data.corpus import Corpus, make_corpus
+from precisionctl.trainer.data.formats.find import source_of
+from precisionctl.trainer.data.store import key_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -37,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(place: Path, name: str, workers: int = 1, data: str = "texts.jsonl") -> Corpus:
-    return make_corpus(place / data, place / name, place / "words", workers)
+    return make_corpus(source_of(place / data), place / name, place / "words", workers)
 
 
 def bytes_of(place: Path, name: str) -> dict[str, bytes]:
@@ -50,7 +52,7 @@ def bytes_of(place: Path, name: str) -> dict[str, bytes]:
 
 def test_megatron_reads_each_document_s_tokens_and_any_number_of_workers_makes_the_same_bytes(place: Path) -> None:
     told: list[int] = []
-    one = make_corpus(place / "texts.jsonl", place / "one", place / "words", 1, told.append)
+    one = make_corpus(source_of(place / "texts.jsonl"), place / "one", place / "words", 1, told.append)
     assert (one, sum(told)) == (made(place, "three", 3), sum(map(len, TEXTS)))
     assert bytes_of(place, "one") == bytes_of(place, "three") and bytes_of(place, "one").keys() == {".bin", ".idx"}
     theirs = IndexedDataset(str(place / "one"))
@@ -146,7 +148,9 @@ def test_a_kill_between_the_last_two_names_is_mended(place: Path) -> None:
     partial = place / "x.partial"
     partial.mkdir()
     (partial / "lock").touch()
-    known = Corpus(corpus.key_of([place / "texts.jsonl"], tokenizer(MARKING_TEMPLATE)), 8, 40, 157, written=True)
+    known = Corpus(
+        key_of(source_of(place / "texts.jsonl").identity, tokenizer(MARKING_TEMPLATE)), 8, 40, 157, written=True
+    )
     (partial / "journal.json").write_text(json.dumps(vars(known)))
     (place / "x.idx").rename(partial / ".idx")
     made(place, "x")

@@ -1,5 +1,6 @@
 """Texts that share a row are to the model what each is alone: transformers judges text by text, and we unpacked."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -39,17 +40,22 @@ def batches() -> tuple[Batch, Batch]:
     return make_batch([[piece] for piece in pieces], 0), make_batch([[pieces[i] for i in row] for row in rows], 0)
 
 
-def loss_by(theirs: PreTrainedModel) -> float:
-    """Summed over the targets of each text alone."""
+def judged_by(theirs: PreTrainedModel) -> tuple[float, float]:
+    """The loss summed over the targets of each text alone, and the norm of its gradient."""
     total = 0.0
     for piece in texts():
         assert piece.learned is not None
         tokens = torch.from_numpy(piece.tokens)[None]
         labels = tokens[0, 1:].where(torch.from_numpy(piece.learned[1:]), -100)
-        with torch.no_grad():
-            logits = theirs(tokens[:, :-1]).logits[0]
-        total += float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-    return total
+        logits = theirs(tokens[:, :-1]).logits[0]
+        loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        loss.backward()
+        total += float(loss.detach())
+    return total, norm_of(each.grad for each in theirs.parameters() if each.grad is not None)
+
+
+def norm_of(gradients: Iterable[Tensor]) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
 def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -69,7 +75,8 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     expected, one_by_one = gradients(model, alone)
     total, together = gradients(model, packed)
     assert total == pytest.approx(expected, rel=1e-6)
-    assert total == pytest.approx(loss_by(theirs), rel=2e-6)
+    loss, norm = judged_by(theirs)
+    assert total == pytest.approx(loss, rel=2e-6) and norm_of(together.values()) == pytest.approx(norm, rel=1e-5)
     assert together.keys() == one_by_one.keys()
     for name, gradient in together.items():
         largest = float(one_by_one[name].abs().max())

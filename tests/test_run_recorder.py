@@ -37,7 +37,7 @@ from precisionctl.fp8.state import CACHE, IN_USE, ROLES, DelayedScaling, Fp8Stat
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recording import rank_files
-from precisionctl.recording.run_recorder import _amax
+from precisionctl.recording.run_recorder import _amax, _largest
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch
 from precisionctl.trainer.model.gpt import GPT
@@ -171,6 +171,24 @@ def test_the_largest_magnitude_is_found_whatever_its_sign(values: list[float], d
     found = _amax(torch.tensor(values, dtype=dtype))
     assert float(found) == max(map(abs, values), default=0)
     assert _amax(torch.tensor([*values, float("nan")], dtype=dtype)).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_a_norm_s_rounded_output_few_tokens_tell_the_largest_before_rounding(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    multiplier = 0.5 + torch.rand(64, generator=generator)
+    exact = torch.randn(400, 64, generator=generator)
+    mask = torch.rand(400, generator=generator) < 0.8
+    rounded = multiplier.to(dtype) * exact.to(dtype)  # twice, as Llama's norm in transformers
+    exact = exact * multiplier
+    for kept_of in (None, mask):
+        real = exact if kept_of is None else exact[mask]
+        kept = _largest(rounded, kept_of)
+        assert exact[kept].abs().max() == real.abs().max() and kept.sum() < 40
+    rounded[7, 3] = -torch.inf
+    assert _largest(rounded, None).all()
+    assert _largest(rounded[:0], None).shape == (0,) and _largest(torch.zeros(3, 2, dtype=dtype), None).all()
 
 
 def test_only_passes_with_gradients_are_rows_and_of_these_each_nth(llama: Place, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.commands.request import StrPath
 from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -60,7 +61,7 @@ class Calibration:
     recipe's is used."""
 
     checkpoint: Path
-    data: Path | None
+    data: StrPath | None
     out: Path
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
@@ -69,9 +70,8 @@ class Calibration:
     iteration: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "data", "out"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(path))
+        for name in ("checkpoint", "out"):
+            object.__setattr__(self, name, Path(getattr(self, name)))
 
 
 @dataclass(frozen=True)

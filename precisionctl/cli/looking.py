@@ -272,7 +272,7 @@ def compare(
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, help="Text, JSONL, parquet or a folder, as for resume.")
+@click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder or a data set on the Hub, as for resume.")
 @click.option(
     "--against", type=CHECKPOINT, help="The BF16 source. Adds its perplexity, KL divergence and top-1 agreement."
 )
@@ -290,7 +290,7 @@ def compare(
 @json_option
 def evaluate(
     checkpoint: Path,
-    data: Path | None,
+    data: str | None,
     against: Path | None,
     sequence_length: int,
     tasks: str | None,
@@ -321,7 +321,7 @@ def evaluate(
             found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
         lines, result = report.lines(found), found.as_json()
     if card:
-        write_quality(checkpoint, [f"{data.name}: {line}" for line in lines] if data else lines)
+        write_quality(checkpoint, [f"{Path(data).name}: {line}" for line in lines] if data else lines)
     if json_wanted:
         print_json(result)
     else:

@@ -21,7 +21,7 @@ TOO_FAR = 3
 """Exit code of `compare` where a run is further from the first than its gate allows."""
 
 NEW_PATH = click.Path(path_type=Path)
-DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
+DATA = click.Path()  # or a name: of Megatron's data, which no file has, or of a data set on the Hub
 POSITIVE = click.IntRange(min=1)
 Callback = Callable[..., Any]
 

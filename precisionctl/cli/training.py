@@ -59,7 +59,10 @@ backend_option = click.option(
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--precision", type=Choice(["bf16", "fp8"]), required=True, help="Precision of the GEMMs.")
 @click.option(
-    "--data", type=DATA, help="Text, JSONL, JSON, parquet, a folder, or Megatron's .bin. Rows with `messages` mean SFT."
+    "--data",
+    type=DATA,
+    help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, or hf://datasets/ORG/NAME:SPLIT. Rows with `messages` "
+    "mean SFT.",
 )
 @click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there continues.")
 @click.option("--recipe", help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
@@ -149,7 +152,11 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, help="Text, JSONL, parquet or a folder, as for resume. Default: the recipe's.")
+@click.option(
+    "--data",
+    type=DATA,
+    help="Text, JSONL, parquet, a folder or a data set on the Hub, as for resume. Default: the recipe's.",
+)
 @click.option(
     "--out",
     type=NEW_PATH,
@@ -208,21 +215,21 @@ def calibrate(
 @click.option("--tokenizer", type=TOKENIZER, required=True, help="A checkpoint, or a directory with a tokenizer.")
 @click.option("--workers", type=POSITIVE, help="Number of processes. Default: one per core.")
 @json_option
-def tokenize(data: Path, out: Path, tokenizer: Path, workers: int | None, json_wanted: bool) -> None:
+def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wanted: bool) -> None:
     """Tokenize DATA into OUT.bin and OUT.idx, for Megatron and for resume.
 
-    DATA is text, JSONL, JSON, parquet or a folder, as for resume. For conversations, OUT.learned marks the tokens to
-    learn. After a kill, the same command continues.
+    DATA is text, JSONL, JSON, parquet, a folder or a data set on the Hub, as for resume. For conversations,
+    OUT.learned marks the tokens to learn. After a kill, the same command continues.
     """
     from precisionctl import console
     from precisionctl.reports import run as report
     from precisionctl.trainer.data.corpus import make_corpus
-    from precisionctl.trainer.data.formats.find import files_of
+    from precisionctl.trainer.data.formats.find import source_of
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    total = sum(file.stat().st_size for file in files_of(data) if file.is_file())
-    with console.bytes_progress("tokenizing", total) as on_text:
-        made = make_corpus(data, out, tokenizer, workers or cores, on_text)
+    source = source_of(data)
+    with console.bytes_progress("tokenizing", source.nbytes) as on_text:
+        made = make_corpus(source, out, tokenizer, workers or cores, on_text)
     if json_wanted:
         print_json(made.as_json(out))
     else:

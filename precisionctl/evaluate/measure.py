@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.commands.request import StrPath
 from precisionctl.errors import DataError
 from precisionctl.evaluate.stored import load
 from precisionctl.tokens.tokenizer import open_tokenizer
@@ -67,7 +67,7 @@ def best_device() -> str:
 
 def evaluate(
     reader: Reader,
-    data: Path,
+    data: StrPath,
     *,
     against: Reader | None = None,
     sequence_length: int = 1024,

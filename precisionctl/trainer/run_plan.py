@@ -167,7 +167,7 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
             tokenizer.check()
             for data in filter(None, (plan.recipe.data, plan.held_out)):
                 for path in [share.path for share in data.blend] or [data.path]:
-                    check_there(Path(path), tokenizer)
+                    check_there(path)
         saved, train = run_in_folder(plan), plan.recipe.train
         step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
         ahead = engine.look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)

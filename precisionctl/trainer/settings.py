@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from precisionctl.commands.request import StrPath
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
@@ -23,7 +24,7 @@ class Settings:
 
     checkpoint: Path
     precision: Literal["bf16", "fp8"]
-    data: Path | None = None
+    data: StrPath | None = None
     out: Path | None = None
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
@@ -99,10 +100,10 @@ def is_guarded(recipe: Recipe) -> bool:
     return bool(recipe.guard.shadow_every or recipe.guard.jump_at or recipe.precision.schedule)
 
 
-def with_data(recipe: Recipe, path: Path | None) -> Recipe:
+def with_data(recipe: Recipe, data: StrPath | None) -> Recipe:
     """The recipe with the data that the command line names, if any. Raises RecipeError if neither names data."""
-    if path:
-        recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
+    if data:
+        recipe = replace(recipe, data=replace(recipe.data, path=str(data), blend=()))
     if not (recipe.data.path or recipe.data.blend):
         raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
     return recipe

@@ -67,7 +67,7 @@ def load_data(
 
     def load(path: str) -> Rows:
         length, packing = data.sequence_length, data.packing
-        return load_rows(Path(path), tokenizer, length, packing=packing, cache=cache, on_tokens=on_tokens)
+        return load_rows(path, tokenizer, length, packing=packing, cache=cache, on_tokens=on_tokens)
 
     if not data.blend:
         return load(data.path)

@@ -23,8 +23,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
 from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
-from precisionctl.trainer.data.formats.base import Record
-from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.formats.base import DataSource, Record
 from precisionctl.trainer.data.megatron import BIN, ID_TYPES, IDX, LEARNED, with_suffix, write_index
 from precisionctl.trainer.data.store import key_of
 from precisionctl.trainer.data.tokenize import tokenize
@@ -69,14 +68,14 @@ class Corpus:
 
 
 def make_corpus(
-    data: Path, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None] = lambda size: None
+    source: DataSource, out: Path, tokenizer: Path, workers: int, on_text: Callable[[int], None] = lambda size: None
 ) -> Corpus:
-    """Tokenize a file or a directory of files as `resume` does, with the tokenizer of a checkpoint or of a directory
-    that has no more, in `workers` processes. `on_text` is called with the characters of each further piece of text.
+    """Tokenize data as `resume` does, with the tokenizer of a checkpoint or of a directory that has no more, in
+    `workers` processes. `on_text` is called with the characters of each further piece of text.
 
     Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
     """
-    partial, files = out.with_name(f"{out.name}.partial"), files_of(data)
+    partial = out.with_name(f"{out.name}.partial")
     if not ((before := _noted(partial)) and before.written):
         _check_free(out)
     if (partial.exists() and not (partial / _LOCK).exists()) or partial.is_symlink():
@@ -96,10 +95,10 @@ def make_corpus(
                 OutputError("another process is writing this result", where=partial, do="Wait for it, or stop it."),
             )
             tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
-            begun = Corpus(key_of(files, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
+            begun = Corpus(key_of(source.identity, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
             made = _begin(partial, out, begun)
             if not made.written:
-                made = _write(partial, made, _told(records(files), on_text), tokenizers)
+                made = _write(partial, made, _told(source.records(), on_text), tokenizers)
             if not made.signal:
                 _finish(partial, out, made)
         return made

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from precisionctl.commands.request import StrPath
 from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.formats.find import files_of
+from precisionctl.trainer.data.formats.find import source_of
 from precisionctl.trainer.data.order import Order
-from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, key_of, tokenized
+from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
 
 
 class RowLayout(Protocol):
@@ -135,7 +136,7 @@ class Rows:
 
 
 def load_rows(
-    path: Path,
+    data: StrPath,
     tokenizer: Tokenizer,
     sequence_length: int,
     *,
@@ -143,21 +144,24 @@ def load_rows(
     cache: Path | None = None,
     on_tokens: OnTokens = lambda count: None,
 ) -> Rows:
-    """The rows of a file, a directory of files, or a Megatron data set (named with `.bin`, `.idx` or neither).
+    """The rows of a file, a directory of files, a Megatron data set (named with `.bin`, `.idx` or neither), or what
+    `datasets` reads (HfDataset).
 
     `packing` packs conversations into rows of `sequence_length`. Tokens are cached in the folder `cache`; without one
     they are made anew each time. Raises DataError for a path, a text or a row that cannot be used, EnvironmentProblem
-    for parquet without pyarrow.
+    for parquet without pyarrow, and as `HfDataset.pinned`.
     """
-    prefix = megatron.prefix_of(path)
-    tokens = megatron.load(prefix, tokenizer, cache) if prefix else tokenized(path, tokenizer, cache, on_tokens)
+    if prefix := megatron.prefix_of(Path(data)):
+        tokens = megatron.load(prefix, tokenizer, cache)
+    else:
+        tokens = tokenized(source_of(data, cache), tokenizer, cache, on_tokens)
     if tokens.samples is not None:
-        return _sample_rows(tokens, tokens.samples, sequence_length, packing, path)
+        return _sample_rows(tokens, tokens.samples, sequence_length, packing, data)
     count = (len(tokens.ids) - 1) // sequence_length
     if count < 1:
         raise DataError(
             f"{len(tokens.ids)} tokens are fewer than one row of {sequence_length}",
-            where=path,
+            where=data,
             do="Give more text or a smaller data.sequence_length.",
         )
     return Rows(
@@ -171,20 +175,20 @@ def load_rows(
     )
 
 
-def check_there(path: Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError if there is no file for `load_rows`; no file is read."""
-    if megatron.prefix_of(path) is None:
-        key_of(files_of(path), tokenizer)
+def check_there(data: StrPath) -> None:
+    """Raise DataError if there is nothing for `load_rows`; no file is read."""
+    if megatron.prefix_of(Path(data)) is None:
+        source_of(data)
 
 
-def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, path: Path) -> Rows:
+def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, data: StrPath) -> Rows:
     """Rows of conversations, cut to `length` targets; those without a target to learn are left out, with a note."""
     starts = np.concatenate([np.zeros(1, np.int64), samples.ends[:-1]])
     sizes = samples.ends - starts
     cut = np.minimum(sizes, length + 1)
     kept = samples.first_target < cut
     if not kept.any():
-        raise DataError("no conversation has text of the assistant to learn", where=path)
+        raise DataError("no conversation has text of the assistant to learn", where=data)
     notes = list(tokens.about.notes)
     if longer := int((sizes > length + 1).sum()):
         notes.append(f"{longer} conversations were cut to {length} tokens")

@@ -8,17 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from precisionctl.checkpoints.output import open_kept
+from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError, DiskProblem
 from precisionctl.tokens.tokenizer import Tokenizer
-from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.formats.base import DataSource
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
 VERSION = 3
@@ -28,6 +28,9 @@ OnTokens = Callable[[int], None]
 """Called every CALL_EVERY tokens with the number of tokens so far."""
 
 CALL_EVERY = 10_000_000
+
+COMMITS = "commits.json"
+"""The commits that names of data sets on the Hub stand for, beside the folders of tokens."""
 
 ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin", "ends.bin", "first_target.bin"
 
@@ -64,15 +67,17 @@ class Tokens:
     samples: Samples | None = None
 
 
-def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None) -> Tokens:
-    """The tokens of a file or a directory, from `cache` if they are there. Raises DataError for data that cannot be
-    read, DiskProblem for a cache that cannot be written."""
-    files = files_of(path)
+def tokenized(
+    source: DataSource, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None
+) -> Tokens:
+    """The tokens of some data, from `cache` if they are there. Raises DataError for data that cannot be read,
+    DiskProblem for a cache that cannot be written."""
 
     def build(folder: Path) -> About:
-        return _write(folder, tokenize(records(files), [tokenizer]), tokenizer.end, on_tokens)
+        return _write(folder, tokenize(source.records(), [tokenizer]), tokenizer.end, on_tokens)
 
-    with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
+    with cached_folder(cache, key_of(source.identity, tokenizer), build) as (folder, about):
+        about = replace(about, notes=[*source.notes, *about.notes])
         ids = mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
         if about.samples is None:
             return Tokens(ids, about)
@@ -81,16 +86,36 @@ def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: O
         return Tokens(ids, about, Samples(learned, ends, first))
 
 
-def key_of(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """A key for the tokens that a tokenizer makes of files, from their paths, sizes and times. Raises DataError if a
-    file is missing."""
-    digest = hashlib.sha256()
+def key_of(identity: object, tokenizer: Tokenizer) -> str:
+    """A key for the tokens that a tokenizer makes of the data with an `identity`, JSON."""
+    return hashlib.sha256(json.dumps([VERSION, tokenizer.key, identity]).encode()).hexdigest()[:32]
+
+
+def stats_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """The identity of files: their paths, sizes and times. Raises DataError if one is missing."""
     try:
-        stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        stats = [(file.resolve(), file.stat()) for file in files]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=error.filename) from None
-    digest.update(json.dumps([VERSION, tokenizer.key, stats]).encode())
-    return digest.hexdigest()[:32]
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def remembered(cache: Path | None, name: str, ask: Callable[[], str]) -> str:
+    """The commit of a name, as `ask` said when it was first asked for this folder of tokens: so ranks, and a run that
+    goes on, have the same. Raises DiskProblem, and what `ask` raises."""
+    if cache is None:
+        return ask()
+    file = cache / COMMITS
+    with _alone(cache, f"{COMMITS}.lock"):
+        try:
+            commits = json.loads(file.read_bytes()) if file.exists() else {}
+            known = commits.get(name)
+        except (ValueError, AttributeError) as error:
+            raise _damaged(file, str(error)) from None
+        if not isinstance(known, str):
+            known = ask()
+            replace_file(file, json.dumps(commits | {name: known}, indent=1))
+        return known
 
 
 @contextmanager
@@ -103,21 +128,28 @@ def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) 
     with ExitStack() as stack:
         place = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = place / key
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open_kept(folder.with_suffix(".lock")))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _alone(place, f"{key}.lock"):
             if not folder.is_dir():
                 _make(folder, build)
-        except OSError as error:
-            raise DiskProblem(
-                f"the tokens cannot be kept: {error.strerror}", where=folder, do="Make room, or choose a data.cache."
-            ) from None
         try:
             about = About(**json.loads((folder / ABOUT).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise _damaged(folder, str(error)) from None
         yield folder, about
+
+
+@contextmanager
+def _alone(place: Path, name: str) -> Iterator[None]:
+    """What one process does in a folder of tokens while others wait. Raises DiskProblem for what the system raises."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with open_kept(place / name) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise DiskProblem(
+            f"the tokens cannot be kept: {error.strerror}", where=place, do="Make room, or choose a data.cache."
+        ) from None
 
 
 def _make(folder: Path, build: Callable[[Path], About]) -> None:

@@ -16,6 +16,17 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """Data, wherever it is. `records` reads all of it, lazily; what it yields changes only if `identity`, JSON, does.
+    `nbytes` is its size, 0 where that is not known; `notes` are for the user."""
+
+    records: Callable[[], Iterator[Record]]
+    identity: object
+    nbytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Format:
     """A file format. `records` reads lazily, and raises DataError, with the place, for a file that is not in the
     format; OSError passes through."""
@@ -29,6 +40,13 @@ def a_row(value: object, where: str) -> Record:
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, not {str(value)[:60]!r}", where=where)
     return Record(where, value)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without keys that are None: in a column of messages every message has the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def begins_with(path: Path, size: int) -> bytes:

@@ -1,12 +1,38 @@
-"""The records of a file or a directory of files. A file that no format recognises is text."""
+"""The records of a file, of a directory of files, or of what `datasets` reads. A file that no format recognises is
+text."""
 
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from precisionctl.commands.request import StrPath
 from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats.base import Format, Record
+from precisionctl.trainer.data.formats.base import DataSource, Format, Record
+from precisionctl.trainer.data.hf_datasets import HfDataset
+from precisionctl.trainer.data.store import stats_of
+
+
+def source_of(data: StrPath, cache: Path | None = None) -> DataSource:
+    """What a path or a name of data means; `cache` is the folder of its tokens. Raises DataError for what is not there,
+    and as `HfDataset.pinned`."""
+    named = HfDataset.read(os.fspath(data))
+    if named and named.on_hub:
+        pinned = named.pinned(cache)
+        return DataSource(
+            pinned.records, str(pinned), notes=(f"{named} is read at {pinned.revision}",) * (pinned != named)
+        )
+    path = Path(named.place if named else data)
+    if not named and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise DataError("`datasets` wrote it, and reads it by split", where=path, do=f"Give {path}:train.")
+    files = files_of(path)
+    stats = stats_of(files)
+    nbytes = sum(size for _, size, _ in stats)
+    if named:
+        return DataSource(named.pinned(cache).records, [str(named), stats], nbytes)
+    return DataSource(partial(records, files), stats, nbytes)
 
 
 def files_of(path: Path) -> list[Path]:

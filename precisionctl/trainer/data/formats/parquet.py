@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from precisionctl.errors import DataError, EnvironmentProblem
-from precisionctl.trainer.data.formats.base import Format, Record, begins_with
+from precisionctl.trainer.data.formats.base import Format, Record, begins_with, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
 
 _ROWS_AT_ONCE = 256
@@ -30,18 +29,11 @@ def _records(path: Path) -> Iterator[Record]:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns or None):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(f"{path}, row {number}", _present(row))
+                    yield Record(f"{path}, row {number}", without_nulls(row))
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # the system's; pyarrow's own OSErrors have no errno
         raise DataError(f"not a valid parquet file: {error}", where=path) from None
-
-
-def _present(value: Any) -> Any:
-    """A value without keys that are None: in a column of messages every message has the keys of all."""
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 FORMAT = Format(_recognises, _records)

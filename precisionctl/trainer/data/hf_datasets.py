@@ -1,0 +1,127 @@
+"""Data sets that Hugging Face `datasets` reads: those of the Hub, and splits of a directory.
+
+Their rows are streamed into the tokenizer, and none is stored: what a run reads, at any position, are the tokens.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from precisionctl.errors import DataError, EnvironmentProblem, require_package
+from precisionctl.trainer.data.formats.base import Record, without_nulls
+from precisionctl.trainer.data.shapes import KEYS
+from precisionctl.trainer.data.store import remembered
+
+HUB = "hf://datasets/"
+
+_PART = r"(?::(?:(?P<config>[^:/]+):)?(?P<split>[^:/]+))"
+_OF_HUB = re.compile(rf"(?P<place>{HUB}[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@]+))?{_PART}?")
+_OF_DIRECTORY = re.compile(rf"(?P<place>[^:]+){_PART}")
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+"""The library's readers of rows. Others decode pictures, sounds and archives, by many more packages."""
+
+
+@dataclass(frozen=True)
+class HfDataset:
+    """A split of a data set: `hf://datasets/ORG/NAME[@REVISION][:[CONFIG:]SPLIT]` on the Hub, where the default is
+    train, or `DIRECTORY:[CONFIG:]SPLIT`."""
+
+    place: str
+    revision: str | None
+    config: str | None
+    split: str
+
+    @staticmethod
+    def read(text: str) -> "HfDataset | None":
+        """The data set that a text names, None if it is a path. Raises DataError for what only begins like a name."""
+        if text.startswith(HUB):
+            if found := _OF_HUB.fullmatch(text):
+                return HfDataset(found["place"], found["revision"], found["config"], found["split"] or "train")
+            raise DataError(
+                "not the name of a data set", where=text, do=f"Write {HUB}ORG/NAME[@REVISION][:[CONFIG:]SPLIT]."
+            )
+        found = _OF_DIRECTORY.fullmatch(text)
+        if found and not os.path.lexists(text) and os.path.isdir(found["place"]):
+            return HfDataset(found["place"], None, found["config"], found["split"])
+        return None
+
+    def __str__(self) -> str:
+        part = self.split if self.config is None else f"{self.config}:{self.split}"
+        return f"{self.place}@{self.revision}:{part}" if self.revision else f"{self.place}:{part}"
+
+    @property
+    def on_hub(self) -> bool:
+        return self.place.startswith(HUB)
+
+    def pinned(self, cache: Path | None) -> "HfDataset":
+        """The same at a commit, if it is on the Hub. The commit of a branch, a tag or a name without either is asked
+        for once for each folder of tokens, and noted there: so ranks and a run that goes on have the same rows.
+
+        Raises EnvironmentProblem without the library or the Hub, DataError for a data set that is not there.
+        """
+        require_package("datasets", "datasets", f"reading {self}")
+        if not self.on_hub or (self.revision and _COMMIT.fullmatch(self.revision)):
+            return self
+        name = f"{self.place}@{self.revision or 'main'}"
+        return replace(self, revision=remembered(cache, name, self._commit))
+
+    def _commit(self) -> str:
+        with self._in_our_words():
+            found = self._builder().hash
+        if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which tokens are used again
+            raise EnvironmentProblem("the Hub does not say which commit it is", where=self, do="Is it online?")
+        return found
+
+    def records(self) -> Iterator[Record]:
+        """All rows, in the order that the library has. Raises as `pinned`."""
+        with self._in_our_words():
+            builder = self._builder()
+            self._check(builder)
+            rows = builder.as_streaming_dataset(split=self.split)
+            if rows.column_names:
+                rows = rows.select_columns([name for name in rows.column_names if name in KEYS])
+            each = iter(rows)
+        number = 0
+        while True:
+            with self._in_our_words():
+                row = next(each, None)
+            if row is None:
+                return
+            number += 1
+            yield Record(f"{self}, row {number}", without_nulls(row))
+
+    def _builder(self) -> Any:
+        from datasets import load_dataset_builder
+
+        return load_dataset_builder(self.place, self.config, revision=self.revision)
+
+    def _check(self, builder: Any) -> None:
+        """Raise DataError for files that are no rows, and for those that a directory's card takes from elsewhere (for
+        the Hub's the library does)."""
+        if builder.name not in _BUILDERS:
+            do = f"Formats that are read: {', '.join(_BUILDERS)}."
+            raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)
+        home = os.path.abspath(self.place) + os.sep
+        for file in chain.from_iterable(builder.config.data_files.values()):
+            if not (self.on_hub or os.path.abspath(file).startswith(home)):
+                raise DataError(f"its card names a file from elsewhere: {file}", where=self)
+
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionError, TimeoutError) as error:
+            repo = self.place.removeprefix(HUB)
+            do = f"Try again, or give a copy, as DIR:SPLIT: `hf download --repo-type dataset {repo} --local-dir DIR`."
+            raise EnvironmentProblem(f"the Hub cannot be reached: {error}", where=self, do=do) from error
+        except (DataError, EnvironmentProblem):
+            raise
+        except Exception as error:  # the library raises anything, also what pyarrow, pandas and the Hub's client do
+            raise DataError(f"`datasets` cannot read it: {error or type(error).__name__}", where=self) from error
