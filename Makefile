@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint docs bench gpu peers soak clean
+.PHONY: demo test lint docs bench gpu gpu-1 gpu-2 gpu-3 peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
@@ -26,13 +26,16 @@ bench: $(READY)  ## for a quiet machine with 20 GB of disk: prints numbers and p
 	for script in startup largest_batch switch; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 RESULTS := benchmarks/results
-gpu:  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three calls of under ten minutes, and the tables
-	-$(PYTHON) benchmarks/gpu.py --sections tests,truth,products --out $(RESULTS)/gpu-1.json
-	-$(PYTHON) benchmarks/gpu.py --sections speed,profile,peers --out $(RESULTS)/gpu-2.json
-	-$(PYTHON) benchmarks/gpu.py --sections curves,serving,casts --out $(RESULTS)/gpu-3.json
+gpu: gpu-1 gpu-2 gpu-3  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three calls of under ten minutes, and the tables
 	$(PYTHON) benchmarks/gpu.py --merge $(RESULTS)/gpu-[123].json --out $(RESULTS)/gpu.json
 	$(PYTHON) benchmarks/gpu.py --table $(RESULTS)/gpu.json --into docs/benchmarks.md
 	rm $(RESULTS)/gpu-[123].json
+
+gpu-1: SECTIONS := tests,truth,products,core
+gpu-2: SECTIONS := speed,profile,peers
+gpu-3: SECTIONS := curves,serving,casts
+gpu-1 gpu-2 gpu-3:
+	-$(PYTHON) benchmarks/gpu.py --sections $(SECTIONS) --out $(RESULTS)/$@.json
 
 peers: $(READY)  ## other programs, each in an environment of its own: 40 minutes and 10 GB the first time
 	$(BIN)/pytest -q tests/peers

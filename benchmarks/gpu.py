@@ -7,9 +7,9 @@
 Each section is a process of its own with a budget of seconds, and reports row by row: one that fails or runs out of
 time leaves the rows that it had, and its failure, in the result, which is written after each. A call ends before its
 limit, of ten minutes if nothing else is said: a section for which no time is left is told, and wants a call of its own.
-`make gpu` makes all of them, in three calls. `--small` runs the same code on a CPU, emulated, in a few minutes: its
-numbers say nothing. Without a GPU and without `--small` nothing is measured. The tables are printed, or put between the
-two marks `gpu` of a document.
+`make gpu` makes all of them, in three calls, `gpu-1` to `gpu-3`. `--small` runs the same code on a CPU, emulated, in a
+few minutes: its numbers say nothing. Without a GPU and without `--small` nothing is measured. The tables are printed,
+or put between the two marks `gpu` of a document.
 """
 
 import argparse
@@ -30,11 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "truth": 60,
-    "speed": 290,
+    "speed": 280,
     "profile": 100,
     "curves": 200,
     "tests": 360,
-    "peers": 200,
+    "core": 60,
+    "peers": 190,
     "products": 60,
     "serving": 200,
     "casts": 150,
@@ -42,7 +43,7 @@ BUDGETS = {
 """Seconds, in the order in which they run: what counts most comes first."""
 
 LIMIT = 570
-"""Seconds of a call, ten minutes but for what starting takes."""
+"""Seconds of a call, ten minutes but for what comes before it, such as unpacking Transformer Engine."""
 
 SAME = ("small", "gpu", "torch", "transformer_engine", "python")
 """What results must share to be merged."""
@@ -140,6 +141,7 @@ def put_into(document: Path, table: str) -> None:
 
 
 def main() -> int:
+    start = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
     parser.add_argument("--sections", default=",".join(BUDGETS))
@@ -169,7 +171,8 @@ def main() -> int:
     if not (options.small or torch.cuda.is_available()):
         print("No GPU here: nothing was measured. `--small` runs all of it on a CPU, emulated.")
         return 0
-    result = measure(options.sections.split(","), options.out, options.small, options.limit)
+    left = options.limit - (time.time() - start)  # importing PyTorch takes seconds on a machine that is new
+    result = measure(options.sections.split(","), options.out, options.small, left)
     print(tables(result))
     return 0 if all(section["ended"] == "complete" for section in result["sections"].values()) else 1
 

@@ -117,13 +117,18 @@ def verify(
     *,
     fp8: bool = False,
     fp8_state: StrPath | None = None,
+    reference: StrPath | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor, whatever their formats; `.equal` is the verdict. With `fp8` codes are
     compared one by one, and state on one side only is a difference; `fp8_state` is a file of `calibrate` that fixed
-    scales are held against. Raises CheckpointError, and MappingError for one that does not fit its own architecture."""
+    scales are held against, and `reference` says of either what it does not say itself, as in a Request. Raises
+    CheckpointError, MappingError for one that does not fit its own architecture, and RecipeError for a reference that
+    contradicts one."""
+    same_model = Path(reference) if reference else None
+    readers = (open_hinted(Path(path), None, None, same_model, None) for path in (a, b))
     state = sidecar.read(Path(fp8_state)) if fp8_state else None
-    return compare(open_reader(Path(a)), open_reader(Path(b)), fp8=fp8, state=state, on_bytes=on_bytes)
+    return compare(*readers, fp8=fp8, state=state, on_bytes=on_bytes)
 
 
 def check_target(path: StrPath, target: str, ranks: int = 1) -> list[Finding]:

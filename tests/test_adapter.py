@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import conversions
 import four_bit_directories
 import fp8_directories
@@ -24,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.base import Hints, read_rows
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
+from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -102,8 +103,9 @@ SCALES: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", SCALES)
 def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: str) -> None:
     config, scale = SCALES[name]
-    reader = AdapterReader(adapter(tmp_path / "adapter", linear(Q, 64, 64), **config), open_checkpoint(llama))
-    assert reader.changes[f"{Q}.weight"].scale == scale
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), **config)
+    reader = open_checkpoint(made, hints=Hints(reference=llama))
+    assert isinstance(reader, AdapterReader) and reader.changes[f"{Q}.weight"].scale == scale
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [Q], ".*q_proj", "all-linear", None])
@@ -121,6 +123,19 @@ def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.Monkey
         for _ in range(100_000):
             alphas.of("0" * 4096, 1.0)
     assert time.perf_counter() - start < 5
+
+
+def test_verify_compares_an_adapter_on_its_base_with_the_merged_model(llama: Path, tmp_path: Path) -> None:
+    tensors = linear(Q, 64, 64)
+    merge(llama, tmp_path / "merged", tensors)
+    other = adapter(tmp_path / "other", {name: tensor + 1 for name, tensor in tensors.items()})
+    same, found = (
+        command_line.run("verify", made, tmp_path / "merged", "--reference", llama)
+        for made in (tmp_path / "merged-adapter", other)
+    )
+    assert same.exit_code == 0, same.output
+    assert found.exit_code == 1 and "1 of" in found.stdout
+    assert "need a second checkpoint" in command_line.run("verify", llama, "--reference", llama, "--fp8").stderr
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
@@ -183,7 +198,7 @@ def test_parameters_of_all_experts_are_told_by_their_shapes(tmp_path: Path, leve
 def test_bits_do_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", "llama-3", dtype=torch.bfloat16, hidden_size=1536, num_hidden_layers=1)
     tensors = linear(Q, 1536, 1536, rank=32)
-    reader = AdapterReader(adapter(tmp_path / "adapter", tensors, r=32), open_checkpoint(base))
+    reader = open_checkpoint(adapter(tmp_path / "adapter", tensors, r=32), hints=Hints(reference=base))
     name = f"{Q}.weight"
     at_once = read_rows(reader, name, 0, 1536)
     for step in (1, 7, 170, 171, 500):
@@ -313,11 +328,6 @@ def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
     tensors = {f"{name}.lora_embedding_A": random(4, 250), f"{name}.lora_embedding_B": random(64, 4)}
     with pytest.raises(MappingError, match="ties .*changes one of the two"):
         merge(base, tmp_path / "out", tensors)
-
-
-def test_a_reference_says_nothing_of_what_says_it_itself(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"has a config\.json of its own"):
-        conversions.run(llama, tmp_path / "out", "hf", reference=llama)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {

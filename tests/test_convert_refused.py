@@ -64,7 +64,7 @@ def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message
 HINTS: dict[str, dict[str, Any]] = {
     "no payloads of Transformer Engine": {"grouped_columns": "role"},
     "a config.json of its own.*Leave --architecture out": {"architecture": "llama"},
-    "a config.json of its own.*Leave --reference out": {"reference": Path("hf")},
+    "of another model than the checkpoint's own config.json: norm_epsilon, vocab_size": {"reference": Path("other")},
 }
 
 
@@ -73,9 +73,22 @@ def test_what_a_hugging_face_source_says_itself_is_not_to_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    pico.save(tmp_path / "other", rms_norm_eps=1e-3, vocab_size=pico.SIZES["vocab_size"] + 1)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=message):
         plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron", **HINTS[message]))
+
+
+def test_a_reference_of_the_same_model_changes_nothing_where_there_is_no_need_of_it(tmp_path: Path) -> None:
+    for name in ("hf", "same"):
+        pico.save(tmp_path / name, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "same" / "config.json").read_text())
+    (tmp_path / "same" / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    (tmp_path / "same" / "generation_config.json").write_text("{}")
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    run(tmp_path / "hf", tmp_path / "with", "megatron", reference=tmp_path / "same")
+    assert tree(tmp_path / "with") == tree(tmp_path / "out")
+    plan_command(Request(tmp_path / "hf", tmp_path / "never", "megatron", reference=tmp_path / "hf"))
 
 
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:

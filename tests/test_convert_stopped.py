@@ -121,6 +121,17 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
         assert "another conversion" in str(error)
 
 
+def test_another_number_of_ranks_is_told_so(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", [], ranks=2):
+        pass
+    with pytest.raises(OutputError, match="same conversion .* by 2 ranks, and now there are 3.*\n?.*Run it with 2 "):
+        with open_journal(output, "plan", [], ranks=3):
+            pass
+    with pytest.raises(OutputError, match="another conversion"), open_journal(output, "another", [], ranks=3):
+        pass
+
+
 def test_a_journal_of_holes_is_not_read(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     output.journal.touch()

@@ -170,7 +170,7 @@ def test_a_kill_after_the_last_name_is_mended_and_is_no_leave_to_write_over(
     whole = bytes_of(place, "x")
     assert whole.keys() == {".bin", ".idx"} and (place / "x.partial").exists()
     write_rows(place / "others.jsonl", [{"text": "e d c"}])
-    with pytest.raises(OutputError, match="there already"):
+    with pytest.raises(OutputError, match="already exists"):
         made(place, "x", data="others.jsonl")
     assert made(place, "x").documents == len(TEXTS)
     assert bytes_of(place, "x") == whole and not (place / "x.partial").exists()
@@ -192,7 +192,7 @@ def test_other_data_is_begun_anew(place: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("there", ["x.bin", "x.idx", "x.learned"])
 def test_nothing_is_written_over(place: Path, there: str) -> None:
     (place / there).write_text("mine")
-    with pytest.raises(OutputError, match="there already"):
+    with pytest.raises(OutputError, match="already exists"):
         made(place, "x")
     assert (place / there).read_text() == "mine" and not (place / "x.partial").exists()
 

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import ParameterGroup, muon_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, ShapeMismatch
 from precisionctl.param import STATE, Parallelism
 from precisionctl.recipe import load_recipe
@@ -299,6 +300,18 @@ def test_muons_momentum_goes_to_megatron_and_to_nothing_else(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"Muon.*--skip optimizer"):
         loading.first_step(open_checkpoint(path), (), 10)
     conversions.run(path, tmp_path / "weights", "megatron", drop_optimizer=True)
+
+
+def test_muons_settings_are_those_of_most_parameters_and_never_of_a_group_without_any(tmp_path: Path) -> None:
+    own = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    few, many = (
+        ParameterGroup({**own, "lr": rate}, dict.fromkeys(names, (4, 4))) for rate, names in ((1, "a"), (2, "bc"))
+    )
+    empty = ParameterGroup({**own, "lr": -5.0}, {})
+    assert muon_settings([empty, few, many], tmp_path) == {**own, "lr": 2.0}
+    for wrong in ({"momentum": 1.0}, {"lr": None}, {"weight_decay": float("nan")}):
+        with pytest.raises(DamagedCheckpoint, match="which Muon does not take.*--drop-optimizer"):
+            muon_settings([many, ParameterGroup(own | wrong, {"d": (4, 4)})], tmp_path)
 
 
 def test_momentum_that_megatrons_muon_would_not_go_on_from_is_refused_with_the_reason(tmp_path: Path) -> None:

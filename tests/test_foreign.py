@@ -113,14 +113,19 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "PEFT's adapters in it",
         "merge_and_unload",
     ),
-    "an adapter of Bridge": (as_bridges_adapter, "trained in Megatron-Bridge", "export_adapter.py .*--reference"),
+    "an adapter of Bridge": (as_bridges_adapter, "adapter of Megatron-Bridge .*without the model", "--reference BASE"),
+    "an adapter of Bridge in DCP": (
+        dcp(lambda name: name.replace("_proj.", "_proj.adapter.linear_in.")),
+        "another container than `torch_dist`",
+        "save_hf_adapter",
+    ),
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
     "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
-    "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
+    "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
     "rewards": (of_class(AutoModelForSequenceClassification), "head for rewards or classes", "language model"),
@@ -158,7 +163,7 @@ def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *(("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("notes.txt", "a file, and no checkpoint")),
+        *(("model.gguf", "GGUF"), ("notes.txt", "a file, and no checkpoint")),
         *((name, "one file of a checkpoint") for name in ("model.safetensors", "__0_0.distcp", ".metadata")),
     ],
 )

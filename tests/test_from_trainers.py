@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import conversions
-import deepspeed_files
 import numpy as np
 import pytest
 import torch
 import trained_models
 import training
-import verl_files
+from trainer_directories import deepspeed, hf_trainer, pytorch, verl
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, MissingTensor
@@ -28,32 +27,6 @@ from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
 
 ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
-KINDS = trained_models.MOMENTS
-
-
-def hf_trainer(path: Path, model: Any, optimizer: Any) -> Path:
-    model.save_pretrained(path)
-    torch.save(optimizer.state_dict(), path / "optimizer.pt")
-    return path
-
-
-def pytorch(path: Path, model: Any, optimizer: Any) -> Path:
-    return trained_models.config_of(model, trained_models.save(path, trained_models.states(model, optimizer)))
-
-
-def deepspeed(path: Path, model: Any, optimizer: Any) -> Path:
-    states = {kind: trained_models.moments(model, optimizer, kind) for kind in KINDS}
-    states["fp32"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    deepspeed_files.save(path, states, 3, 2, step=2)
-    return trained_models.config_of(model, path)
-
-
-def verl(path: Path, model: Any, optimizer: Any) -> Path:
-    states = {kind: trained_models.moments(model, optimizer, kind) for kind in KINDS}
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    verl_files.save(path, weights, states, 2, step=2)
-    trained_models.config_of(model, path / "huggingface")
-    return path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

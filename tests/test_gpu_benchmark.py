@@ -1,6 +1,7 @@
 """`benchmarks/gpu.py` without a GPU: its sections run, and what fails in one is told and costs no other."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +13,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import convert
 import gpu
-from gpu_sections import casts, peers, products, profile, truth
+from gpu_sections import casts, common, peers, products, profile, truth
 from gpu_sections.common import Place
 from gpu_sections.table import MAKERS, TITLES, tables
 
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.precision import PRESETS, Precision
 
 SMALL = Place(small=True)
 NOT_ON_A_CPU = ("only supports per-tensor scaling for CPU", "aten::_scaled_mm_v2", "Invalid scaling configuration")
@@ -79,7 +82,7 @@ def test_tables_are_put_between_their_marks(tmp_path: Path) -> None:
     document.write_text("no place")
     with pytest.raises(SystemExit, match="no place for the tables"):
         gpu.put_into(document, "new")
-    assert "<!-- gpu -->" in (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    assert "<!-- gpu -->" in (gpu.ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def measured(section: ModuleType) -> list[dict]:
@@ -97,9 +100,32 @@ def test_every_section_has_a_budget_a_title_and_a_table() -> None:
     assert gpu.BUDGETS.keys() == MAKERS.keys() == TITLES.keys() == modules
 
 
+def test_the_calls_of_make_gpu_are_all_sections_and_each_has_time_for_its_own() -> None:
+    calls = re.findall(r"gpu-\d: SECTIONS := (\S+)", (gpu.ROOT / "Makefile").read_text())
+    sections = [call.split(",") for call in calls]
+    assert sorted(sum(sections, [])) == sorted(gpu.BUDGETS)
+    assert all(sum(gpu.BUDGETS[name] for name in each) <= gpu.LIMIT for each in sections)
+
+
+def test_a_recipe_that_the_machine_refuses_is_told_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def choose_backend(asked: str, precision: Precision) -> str:
+        if precision == PRESETS["mxfp8"]:
+            raise EnvironmentProblem("MXFP8 wants compute capability 10.0", do="Choose another scaling.")
+        return asked
+
+    assert common.recipes(SMALL, print) == common.RECIPES
+    monkeypatch.setattr(common, "choose_backend", choose_backend)
+    rows: list[dict] = []
+    assert common.recipes(SMALL, rows.append) == tuple(name for name in common.RECIPES if name != "mxfp8")
+    told = tables({"machine": {}, "sections": {"speed": {"ended": "complete", "rows": rows}}})
+    assert told == "- speed, mxfp8: MXFP8 wants compute capability 10.0. Choose another scaling."
+
+
 def test_gemms_are_measured_on_a_cpu_too() -> None:
     found = {(row["by"], "error" in row) for row in measured(products)}
-    assert {by for by, _ in found} == {*products.PRODUCTS, *products.LINEARS.values()}
+    assert {by for by, _ in found} == {*products.PRODUCTS, "TE bf16", *(f"TE {recipe}" for recipe in common.RECIPES)}
     assert ("scaled_mm, a scale per block", True) in found
 
 
@@ -167,6 +193,16 @@ def test_the_gpu_s_way_of_casting_makes_the_codes_of_an_export(tmp_path: Path, s
         source.seek(kept.start)
         made.seek(kept.target)
         assert source.read(kept.size) == made.read(kept.size)
+
+
+@pytest.mark.parametrize("scheme", casts.BLOCKS)
+def test_what_the_cores_do_is_a_task_of_the_benchmark_of_conversions(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(convert, "run_child", lambda task, *_: asked.append(task) or {})
+    casts._by_cores(scheme, tmp_path, tmp_path, 1)
+    assert asked[0] in convert.TASKS and asked[0].endswith(scheme)
 
 
 def test_zeros_are_codes_too() -> None:

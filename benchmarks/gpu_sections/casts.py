@@ -62,7 +62,7 @@ def _second(run: Callable[[], Row]) -> Row:
 
 
 def _by_cores(scheme: str, source: Path, target: Path, workers: int) -> Row:
-    return dict(convert.run_child(f"export {scheme}", source, target, workers))
+    return dict(convert.run_child(f"hf to export {scheme}", source, target, workers))
 
 
 @dataclass(frozen=True)

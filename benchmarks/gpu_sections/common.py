@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precisionctl.errors import EnvironmentProblem
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 Report = Callable[[Row], None]
 
 SETTINGS = Optimizer(lr=1e-4)
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,18 @@ SMALL = (Shape("tiny", 128, 256, 4, 2, 4, 256, False, (1, 2), 1, 64),)
 
 def shapes(place: Place) -> tuple[Shape, ...]:
     return SMALL if place.small else SHAPES
+
+
+def recipes(place: Place, report: Report) -> tuple[str, ...]:
+    """Those of RECIPES that this machine computes; what it refuses is told with the reason, as Hopper does MXFP8."""
+    found = []
+    for preset in RECIPES:
+        try:
+            choose_backend(place.backend, PRESETS[preset])
+            found.append(preset)
+        except EnvironmentProblem as problem:
+            report({"recipe": preset, "refused": f"{problem.what}. {problem.do}"})
+    return tuple(found)
 
 
 def gpt(shape: ModelShape, place: Place, preset: str | Precision = "bf16") -> GPT:

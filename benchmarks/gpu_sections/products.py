@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_sections.casts import coded
-from gpu_sections.common import RECIPES, Place, Report, Row, Shape, alone, attempt, shapes, sqnr, timed
+from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, recipes, shapes, sqnr, timed
 from gpu_sections.plain import to_fp8
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8.numerics import BLOCK
@@ -21,10 +21,10 @@ from precisionctl.trainer.backends.fp8_gemm import NativeBlocks
 
 E4M3 = torch.float8_e4m3fn
 DECODING = (1, 16, 64, 256)
-LINEARS = {"bf16": "TE BF16", **{recipe: f"TE {recipe}" for recipe in RECIPES}}
 
 
 def measure(place: Place, report: Report) -> None:
+    presets = ("bf16", *recipes(place, report))
     for shape in shapes(place):
         training = shape.rows * shape.length
         for name, (size, out) in shape.linears().items():
@@ -32,8 +32,8 @@ def measure(place: Place, report: Report) -> None:
                 row = {"shape": shape.name, "linear": name, "tokens": tokens, "in": size, "out": out}
                 for kind, make in PRODUCTS.items():
                     attempt(report, row | {"by": kind}, partial(of_product, make, tokens, size, out, place))
-        for preset in LINEARS:
-            row = {"shape": shape.name, "linear": "all of a layer", "tokens": training, "by": LINEARS[preset]}
+        for preset in presets:
+            row = {"shape": shape.name, "linear": "all of a layer", "tokens": training, "by": f"TE {preset}"}
             attempt(report, row, partial(of_layer, shape, preset, place))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from gpu_sections.common import (
-    RECIPES,
     SETTINGS,
     Place,
     Report,
@@ -22,6 +21,7 @@ from gpu_sections.common import (
     batch,
     gpt,
     peak_gb,
+    recipes,
     shapes,
     stepper,
     timed,
@@ -53,7 +53,7 @@ Span = tuple[str, float, float]
 
 def measure(place: Place, report: Report) -> None:
     shape = shapes(place)[0]
-    for variant in ("bf16", *RECIPES):
+    for variant in ("bf16", *recipes(place, report)):
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
         attempt(report, row | {"profile": True}, partial(profiled, shape, variant, place))
     for variant in ("fp8-delayed", "fp8-block"):

@@ -11,16 +11,16 @@ from functools import partial
 from torch import Tensor
 
 from gpu_sections import plain
-from gpu_sections.common import RECIPES, Place, Report, Row, Shape, alone, attempt, batch, shapes, speed_of, stepper
+from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, batch, recipes, shapes, speed_of, stepper
 
 PLAIN = {"PyTorch BF16": False, "PyTorch _scaled_mm": True}
-VARIANTS = ("bf16", *RECIPES, *PLAIN)
 
 
 def measure(place: Place, report: Report) -> None:
+    variants = ("bf16", *recipes(place, report), *PLAIN)
     for shape in shapes(place):
         for layers in shape.measured:
-            for variant in VARIANTS:
+            for variant in variants:
                 row = {"shape": shape.name, "layers": layers, "variant": variant}
                 attempt(report, row, partial(of_variant, shape, layers, variant, place))
 

@@ -1,4 +1,4 @@
-"""A result of `benchmarks/gpu.py` as Markdown tables. What failed is listed first."""
+"""A result of `benchmarks/gpu.py` as Markdown tables. What failed or was refused is listed first."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Result = Mapping[str, Any]
 
 def tables(result: Result) -> str:
     parts = [", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)]
-    parts += [_failures(result)]
+    parts += [_missing(result)]
     for name, section in result["sections"].items():
         if rows := _good(section["rows"]):
             parts += [f"### {TITLES[name]}", MAKERS[name](rows)]
@@ -18,10 +18,10 @@ def tables(result: Result) -> str:
 
 
 def _good(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if "error" not in row]
+    return [row for row in rows if "error" not in row and "refused" not in row]
 
 
-def _failures(result: Result) -> str:
+def _missing(result: Result) -> str:
     lines = []
     for name, section in result["sections"].items():
         if section["ended"] != "complete":
@@ -30,6 +30,7 @@ def _failures(result: Result) -> str:
             if "error" in row:
                 what = ", ".join(str(value) for key, value in row.items() if key != "error")
                 lines.append(f"- {name}, {what}: {row['error']}")
+        lines += [f"- {name}, {row['recipe']}: {row['refused']}" for row in section["rows"] if "refused" in row]
     return "\n".join(lines)
 
 
@@ -232,6 +233,7 @@ MAKERS = {
     "products": _products,
     "serving": _serving,
     "casts": _casts,
+    "core": _peers,
 }
 TITLES = {
     "tests": "Held to limits",
@@ -243,4 +245,5 @@ TITLES = {
     "products": "GEMMs alone",
     "serving": "Inference",
     "casts": "Casts on the GPU",
+    "core": "Megatron-Core as the engine, in one process with ours",
 }

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gpu_sections.common import RECIPES, SETTINGS, Place, Report, Row, Shape, alone, attempt, gpt, sqnr, update
+from gpu_sections.common import SETTINGS, Place, Report, Row, Shape, alone, attempt, gpt, recipes, sqnr, update
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State
 from precisionctl.precision import PRESETS, Precision
@@ -27,14 +27,15 @@ LR = 2e-4
 
 def measure(place: Place, report: Report) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # the emulation multiplies codes in FP32
-    for preset in ("bf16", *RECIPES):
+    presets = recipes(place, report)
+    for preset in ("bf16", *presets):
         for kind in ("linear", "layer_norm_linear"):
             row = {"module": kind, "recipe": preset}
             attempt(report, row, partial(of_module, kind, preset, place))
     steps = 5 if place.small else 50
     delayed = Precision(fp8=True, delayed=DelayedScaling(amax_history_len=16))
     attempt(report, {"of": "replay", "steps": steps}, partial(replay, delayed, steps, place))
-    for preset in RECIPES:
+    for preset in presets:
         row = {"of": "free running", "recipe": preset, "steps": steps}
         attempt(report, row, partial(free_running, preset, steps, place))
     attempt(report, {"of": "collected in BF16"}, partial(collected, delayed, place))

@@ -5,7 +5,7 @@ It is written opcode by opcode: equal content gives equal bytes, and `torch.dist
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,14 @@ def read_index(directory: Path) -> Index:
     PyTorch's and Megatron's. Tensor data is not read.
     """
     path = directory / FILE
-    root = safe_pickle.loads(read_file(path, directory, _MAX_BYTES), _ALLOWED, path)
+    return parse_index(read_file(path, directory, _MAX_BYTES), _Files(directory).whole, path)
+
+
+def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
+    """As `read_index`, of the content of `.metadata`. `whole` says where all of a file that it names is; `path` is for
+    errors."""
+    root = safe_pickle.loads(data, _ALLOWED, path)
     with damage("not what PyTorch writes", path):
-        files = _Files(directory)
         infos = {}
         for index, info in root.storage_data.items():
             infos[_text(index.fqn), None if index.offset is None else sizes(index.offset)] = info
@@ -128,10 +133,10 @@ def read_index(directory: Path) -> Index:
         for key, entry in root.state_dict_metadata.items():
             _text(key)
             if isinstance(entry, _Object):
-                objects[key] = files.span(infos[key, None])
+                objects[key] = _span(infos[key, None], whole)
             else:
                 boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
-                pieces = tuple(DcpPiece(*box, files.span(infos[key, box[0]])) for box in boxes)
+                pieces = tuple(DcpPiece(*box, _span(infos[key, box[0]], whole)) for box in boxes)
                 value = entry.properties.args[0]
                 if not isinstance(value, DType):
                     raise ValueError(f"{shown(value)} as a dtype")
@@ -155,28 +160,31 @@ def _text(value: Any) -> str:
     return value
 
 
+def _span(info: Any, whole: Callable[[str], Span]) -> Span:
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"bytes transformed by {shown(info.transform_descriptors)}")
+    offset, length = sizes((info.offset, info.length))
+    file = whole(_text(info.relative_path))
+    if offset + length > file.length:
+        raise DamagedCheckpoint(
+            f"bytes {offset} to {offset + length} are needed of a file of {file.length} bytes",
+            where=file.path,
+            do="It is truncated; copy the checkpoint again.",
+        )
+    return Span(file.path, file.offset + offset, length)
+
+
 class _Files:
-    """The files of a directory and their lengths, each looked up once."""
+    """The files of a directory, each looked up once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
-        self._lengths: dict[str, int] = {}
+        self._found: dict[str, Span] = {}
 
-    def span(self, info: Any) -> Span:
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"bytes transformed by {shown(info.transform_descriptors)}")
-        offset, length = sizes((info.offset, info.length))
-        relative = _text(info.relative_path)
-        if relative not in self._lengths:
-            self._lengths[relative] = self._length(relative)
-        path = self._directory / relative
-        if offset + length > self._lengths[relative]:
-            raise DamagedCheckpoint(
-                f"bytes {offset} to {offset + length} are needed of a file of {path.stat().st_size} bytes",
-                where=path,
-                do="It is truncated; copy the checkpoint again.",
-            )
-        return Span(path, offset, length)
+    def whole(self, relative: str) -> Span:
+        if relative not in self._found:
+            self._found[relative] = Span(self._directory / relative, 0, self._length(relative))
+        return self._found[relative]
 
     def _length(self, relative: str) -> int:
         path = self._directory / relative

@@ -29,6 +29,7 @@ from precisionctl.checkpoints.trainer_run import (
     lost_settings,
     muon_settings,
     trainer_step,
+    with_parameters,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import MOMENTUM, STATE, TensorSpec
@@ -128,7 +129,7 @@ class DcpModelReader(TrainerDirectory):
 
     @cached_property
     def _groups(self) -> Sequence[ParameterGroup]:
-        return [*self._optimizer.groups()]
+        return with_parameters(self._optimizer.groups())
 
     @cached_property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:

@@ -178,10 +178,10 @@ TENSORS = (
         lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
     ),
     Foreign(
-        "an adapter that was trained in Megatron-Bridge",
+        "an adapter of Megatron-Bridge in another container than `torch_dist`",
         "a tensor such as `….linear_qkv.adapter.linear_in.weight`",
-        "In a clone of Megatron-Bridge: `python examples/conversion/adapter/export_adapter.py --hf-model-path HF_DIR "
-        "--lora-checkpoint {path} --output ADAPTER`; give ADAPTER, with `--reference HF_DIR`.",
+        "In the run, save it as PEFT's: `AutoBridge.save_hf_adapter(model, ADAPTER, peft_config=peft)`; give ADAPTER, "
+        "with `--reference BASE`.",
         lambda reader: _first(reader.specs, lambda name: ".adapter.linear_" in name),
     ),
     Foreign(
@@ -215,11 +215,10 @@ UNREAD = (
         _has("*.gguf"),
     ),
     Foreign(
-        "an archive of NeMo 1",
-        "`*.nemo`, or `model_weights.ckpt` beside `model_config.yaml`",
-        "In NeMo's container: `python scripts/checkpoint_converters/convert_llama_nemo_to_hf.py --input_name_or_path "
-        "FILE --output_path OUT` (there is one for each family), and give OUT.",
-        _has("*.nemo", "model_weights.ckpt"),
+        "a folder with an archive of NeMo 1 in it",
+        "`*.nemo`",
+        "Give {path}/{found}.",
+        _has("*.nemo"),
     ),
     Foreign(
         "a Llama in Meta's own files",

@@ -271,10 +271,10 @@ class HubName:
 
 def _first_bytes(url: str, count: int) -> bytes:
     """The first bytes of a file on the Hub. No more are taken from a server that sends all of it."""
-    from huggingface_hub.utils import (
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
         hf_raise_for_status,
-        http_stream_backoff,  # type: ignore[attr-defined]
+        http_stream_backoff,
     )
 
     asked = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}

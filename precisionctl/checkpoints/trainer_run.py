@@ -102,7 +102,7 @@ def stored_group(
     return ParameterGroup({**settings, **numbers}, shapes)
 
 
-def _with_parameters(groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+def with_parameters(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
     """Without groups that are known to be empty, whose settings are nothing's."""
     return [group for group in groups if group.shapes is None or group.shapes]
 
@@ -113,44 +113,45 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 
     Raises DamagedCheckpoint for what no AdamW takes, in any group that has parameters.
     """
-    groups = _with_parameters(groups)
-    sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
-    settings = [_adams(group.settings, where) for group in groups]
-    for group, found in zip(groups, settings, strict=True):
-        sizes[repr(found)] += len(group.shapes or ())
-    decaying = [found for group, found in zip(groups, settings, strict=True) if group.decays]
-    return max(decaying or settings, key=lambda found: sizes[repr(found)], default={})
-
-
-def _adams(group: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """AdamW's numbers in the settings of a group."""
-    found = {key: group[key] for key in (*_NUMBERS, "betas") if group.get(key) is not None}
-    for key, value in found.items():
-        numbers, limit = (value, 1) if key == "betas" else ((value,), 1 << 63)
-        pair = key != "betas" or (isinstance(value, list | tuple) and len(value) == 2)
-        if not pair or not all(_is_number(number) and 0 <= number < limit for number in numbers):
-            what = f"its optimizer's {key} is {_said(value)}, which AdamW does not take"
-            raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
-    return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
+    found = [(group, _numbers(group, (*_NUMBERS, "betas"), "AdamW", where)) for group in with_parameters(groups)]
+    return _of_most([one for one in found if one[0].decays] or found)
 
 
 def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
-    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of the first group. Raises
-    DamagedCheckpoint for numbers that Muon does not take."""
-    found, stored = dict[str, float](), groups[0].settings
-    for key in ("lr", "weight_decay", "momentum", *(["initial_lr"] if "initial_lr" in stored else [])):
-        value = stored.get(key)
-        if not _is_number(value) or not 0 <= value < (1 if key == "momentum" else 1 << 63):
-            what = f"its Muon's {key} is {shown(value)}, which Muon does not take"
+    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of most parameters. Raises
+    DamagedCheckpoint for what Muon does not take, in any group that has parameters."""
+    needed = ("lr", "weight_decay", "momentum")
+    keys = (*needed, "initial_lr")
+    return _of_most([(one, _numbers(one, keys, "Muon", where, needed)) for one in with_parameters(groups)])
+
+
+def _of_most(found: Sequence[tuple[ParameterGroup, Mapping[str, Any]]]) -> Mapping[str, Any]:
+    """The settings that most parameters have."""
+    sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
+    for group, settings in found:
+        sizes[repr(settings)] += len(group.shapes or ())
+    return max((settings for _, settings in found), key=lambda one: sizes[repr(one)], default={})
+
+
+def _numbers(
+    group: ParameterGroup, keys: Sequence[str], optimizer: str, where: Path, needed: Sequence[str] = ()
+) -> Mapping[str, Any]:
+    """The numbers that a group has of these settings. Raises DamagedCheckpoint for what its optimizer does not take."""
+    stored = {key: group.settings.get(key) for key in keys}
+    found: dict[str, Any] = {key: value for key, value in stored.items() if value is not None or key in needed}
+    for key, value in found.items():
+        numbers, limit = value if key == "betas" else (value,), 1 if key in ("betas", "momentum") else 1 << 63
+        pair = key != "betas" or (isinstance(value, list | tuple) and len(value) == 2)
+        if not pair or not all(_is_number(number) and 0 <= number < limit for number in numbers):
+            what = f"its optimizer's {key} is {_said(value)}, which {optimizer} does not take"
             raise DamagedCheckpoint(what, where=where, do=DROP_OPTIMIZER)
-        found[key] = float(value)
-    return found
+    return {key: tuple(map(float, value)) if key == "betas" else float(value) for key, value in found.items()}
 
 
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
     weight decay of matrices, all of them, alone."""
-    groups = _with_parameters(groups)
+    groups = with_parameters(groups)
     decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}

@@ -20,6 +20,7 @@ from precisionctl.cli.options import (
     grouped_columns_option,
     iteration_option,
     json_option,
+    reference_option,
 )
 from precisionctl.errors import printable
 
@@ -59,7 +60,7 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate does.
+    """Show what a checkpoint contains, and its FP8 state; or what a file of calibrate contains.
 
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
@@ -102,7 +103,10 @@ def inspect(
     cls=Command,
     short_help="Compare two checkpoints, or check one against an engine's rules.",
     examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
-    sections={"With a second checkpoint": ["--fp8", "--fp8-state"], "With an engine": ["--target", "--tp"]},
+    sections={
+        "With a second checkpoint": ["--fp8", "--fp8-state", "--reference"],
+        "With an engine": ["--target", "--tp"],
+    },
 )
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
@@ -120,9 +124,17 @@ def inspect(
     help="With --target: number of GPUs that the engine will split the model over.",
 )
 @click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
+@reference_option
 @json_option
 def verify(
-    a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, fp8_state: Path | None, json_wanted: bool
+    a: Path,
+    b: Path | None,
+    fp8: bool,
+    target: str | None,
+    ranks: int,
+    fp8_state: Path | None,
+    reference: Path | None,
+    json_wanted: bool,
 ) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
 
@@ -132,10 +144,10 @@ def verify(
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
-    if fp8_state and b is None:
-        raise click.UsageError("--fp8-state needs a second checkpoint.")
+    if (fp8_state or reference) and b is None:
+        raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
     if b is not None:
-        same = compare_checkpoints(a, b, fp8, fp8_state, json_wanted)
+        same = compare_checkpoints(a, b, fp8, fp8_state, reference, json_wanted)
     elif target is None:
         same = check_codes(a, json_wanted)
     else:
@@ -143,15 +155,18 @@ def verify(
     raise click.exceptions.Exit(0 if same else 1)
 
 
-def compare_checkpoints(a: Path, b: Path, fp8: bool, fp8_state: Path | None, json_wanted: bool) -> bool:
-    """Print the differences of two checkpoints. Returns whether they are equal."""
+def compare_checkpoints(
+    a: Path, b: Path, fp8: bool, fp8_state: Path | None, reference: Path | None, json_wanted: bool
+) -> bool:
+    """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
+    equal."""
     from precisionctl import console
-    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.commands.source import open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import bytes_to_compare, compare
 
-    left, right = open_checkpoint(a), open_checkpoint(b)
+    left, right = (open_hinted(path, None, None, reference, None) for path in (a, b))
     state = sidecar.read(fp8_state) if fp8_state else None
     with console.bytes_progress("comparing", bytes_to_compare(left, right)) as on_bytes:
         comparison = compare(left, right, fp8=fp8, state=state, on_bytes=on_bytes)

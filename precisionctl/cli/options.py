@@ -121,6 +121,11 @@ grouped_columns_option = click.option(
     type=Choice(["gemm", "role"]),
     help="Order of the experts' FP8 state, if it cannot be detected: gemm for TE 2.3 or newer, role for 1.9 to 2.2.",
 )
+reference_option = click.option(
+    "--reference",
+    type=CHECKPOINT,
+    help="Hugging Face directory of the same model, for config and tokenizer. For a LoRA adapter: its base model.",
+)
 fp8_state_option = click.option(
     "--fp8-state",
     type=FILE,

@@ -23,6 +23,7 @@ from precisionctl.cli.options import (
     iteration_option,
     megatron_fp8_options,
     parallelism_options,
+    reference_option,
     writing_options,
 )
 from precisionctl.sizes import size
@@ -97,11 +98,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.option(
     "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
 )
-@click.option(
-    "--reference",
-    type=CHECKPOINT,
-    help="Hugging Face directory of the same model, for config and tokenizer. For a LoRA adapter: its base model.",
-)
+@reference_option
 @click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
 )
@@ -162,11 +159,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
 )
-@click.option(
-    "--reference",
-    type=CHECKPOINT,
-    help="Hugging Face directory of the same model, for config and tokenizer. For a LoRA adapter: its base model.",
-)
+@reference_option
 @include_option
 @exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")

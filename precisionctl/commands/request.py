@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.dtypes import DType
-from precisionctl.errors import RecipeError, nearest
+from precisionctl.errors import RecipeError, meant
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
@@ -129,9 +129,9 @@ class Request:
         if self.to == "hf" and self.parallelism != ONE_RANK:
             to = ASKED_AS.get(self.container or "", "hf")
             raise RecipeError(f"--to {to} is not split for ranks", do="Leave --tp and its like out.")
-        if self.container not in (None, *CONTAINERS[self.to]):
-            what = f"--to {self.to} is not written as {self.container}"
-            raise RecipeError(what, do=nearest(self.container, CONTAINERS[self.to]))
+        if self.container is not None and self.container not in CONTAINERS[self.to]:
+            what, known = f"--to {self.to} is not written as {self.container}", CONTAINERS[self.to]
+            raise RecipeError(what, do=f"Known: {', '.join(known)}. {meant(self.container, known)}".rstrip())
         if self.container in ("bin", *STATE_DICTS) and self.for_inference:
             option = "--precision" if self.is_state_dict else "--container"
             raise RecipeError(f"FP8 weights are not written as {self.container}", do=f"Leave {option} out.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
@@ -24,6 +25,7 @@ from precisionctl.export.weight_encodings import check_model, method_of, weight_
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
@@ -127,14 +129,14 @@ def open_hinted(
     reference: Path | None,
     order: ColumnOrder | None,
 ) -> Reader:
-    """A Reader, opened with what the user says of the checkpoint: fields of a Request. Raises RecipeError for hints
-    that contradict it or are not needed, and as `open_checkpoint`."""
+    """A Reader, opened with what the user says of the checkpoint: fields of a Request. A reference of the same model
+    changes nothing where the checkpoint has all of it. Raises RecipeError for hints that contradict it, and for others
+    that are not needed, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     towers = _towers_of(reference, companions) if reference and companions else None
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    given = [name for name, hint in {"--architecture": architecture, "--reference": reference}.items() if hint]
     own = reader.own_companions
     if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
         reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
@@ -143,11 +145,14 @@ def open_hinted(
         if None not in (mine, theirs) and mine != theirs:
             what = "the reference is of another model: its vocabulary has another size"
             raise RecipeError(what, where=reference, do="Give another one.")
-    elif given and "config.json" in own.files:
+    elif companions and not architecture and "config.json" in own.files:
+        _check_same_model(reader, companions, reference)
+        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # as it says all itself
+    elif architecture and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
             where=path,
-            do=f"Leave {' and '.join(given)} out.",
+            do="Leave --architecture out.",
         )
     if architecture is not None and not of_megatron(reader):
         raise RecipeError(
@@ -163,6 +168,22 @@ def open_hinted(
                 f"the reference is of another model: {error.what}", where=reference, do="Give another one."
             ) from error
     return reader
+
+
+def _check_same_model(reader: Reader, companions: Companions, reference: Path | None) -> None:
+    """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
+    sides = ((reader.own_companions, reader.path), (companions, reference))
+    configs = [(parse_json(one.files["config.json"], where), where) for one, where in sides]
+    if configs[0][0] == configs[1][0]:
+        return
+    model, other = (read_model(config, where, reader.specs) for config, where in configs)
+    if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
+        differing = ["config.json"]  # of which no table says what changes nothing
+    else:
+        differing = [*model.differences(other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+    if differing:
+        what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
+        raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
 
 
 def _is_without_tokenizer(companions: Companions) -> bool:

@@ -117,7 +117,7 @@ def check(
     """
     for file in _files(plan.targets, writer):
         forget(file)
-    shares = deal(plan.costs(plan.jobs), ranks.count)
+    shares = deal(plan.costs(plan.jobs), ranks.count)  # not bytes, as when writing: a SHA-256 is of a whole tensor
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
     checker = Checker(plan, reader, writer, carried=carried)

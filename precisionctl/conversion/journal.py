@@ -135,13 +135,20 @@ def _taken(output: Output) -> OutputError:
 
 def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
     """Raise OutputError for a partial directory without a journal, or a journal with another header: they belong to
-    another conversion."""
+    another conversion, or to another number of ranks."""
     partial = output.partial.is_dir() and any(output.partial.iterdir())
     torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, incomplete after a crash
     if (not partial and (torn or not text)) or _is_of(lines, header):
         return
     if not text:
         output.journal.unlink()  # opening it has created it
+    ranks = lines[0].get("ranks") if lines else None
+    if ranks is not None and _is_of(lines, {**header, "ranks": ranks}):
+        raise OutputError(
+            f"unfinished output of the same conversion is there, by {ranks} ranks, and now there are {header['ranks']}",
+            where=output.journal,
+            do=f"Run it with {ranks} to continue, or with --restart to discard that.",
+        )
     raise OutputError(
         "unfinished output of another conversion is there, or of a source that has changed since",
         where=output.journal if text else output.partial,

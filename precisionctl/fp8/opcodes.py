@@ -220,4 +220,4 @@ class _MemoPickler(pickle._Pickler):
             self.save(value.fields)  # type: ignore[attr-defined]
             self.write(pickle.BUILD)  # type: ignore[attr-defined]
 
-    dispatch: ClassVar = {**pickle._Pickler.dispatch, Global: _save_global, PickledObject: _save_object}
+    dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, Global: _save_global, PickledObject: _save_object}

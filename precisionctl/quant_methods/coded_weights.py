@@ -132,28 +132,29 @@ def _coded(
     """The format that a weight's tensors are of; where its scales fit several, that which has the others beside it.
     Raises DamagedCheckpoint where there is none."""
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
-    possible = {form: found for form in said.formats if (found := _as_weight(spec, codes.removeprefix(weight), form))}
-    fitting = [form for form, found in possible.items() if _fits(specs[scale], form, found)]
+    suffix = codes.removeprefix(weight)
+    possible = [(form, found) for form in said.formats if (found := _as_weight(spec, suffix, form))]
+    fitting = [(form, found) for form, found in possible if _fits(specs[scale], form, found)]
     if not fitting:
-        spec = next(iter(possible.values()), spec)
-        kinds = " or ".join(dict.fromkeys(form.in_words for form in possible or said.formats))
+        spec = possible[0][1] if possible else spec
+        kinds = " or ".join(dict.fromkeys(form.in_words for form in [form for form, _ in possible] or said.formats))
         raise DamagedCheckpoint(
             f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
             f"{list(spec.shape)}; the config says: {kinds}",
             where=where,
         )
-    beside = _BESIDE if possible[fitting[0]].packing else ()
+    beside = _BESIDE if fitting[0][1].packing else ()
     there = {kind for kind in beside if sibling(weight, kind) in specs}
-    form = min(fitting, key=lambda each: len(there ^ set(filter(None, each.beside))))
+    form, spec = min(fitting, key=lambda each: len(there ^ set(filter(None, each[0].beside))))
     if strange := sorted(there.difference(form.beside)):
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
     given = _input(weight, method, form, said, specs, where)
-    size = sized(form.block, possible[form])
+    size = sized(form.block, spec)
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
-    check_beside(scales, possible[form], specs, where)
-    return CodedWeight(codes, possible[form], scales)
+    check_beside(scales, spec, specs, where)
+    return CodedWeight(codes, spec, scales)
 
 
 _BESIDE = ("weight_global_scale", "weight_scale_2", "weight_zero_point", "weight_shape", "pre_quant_scale")

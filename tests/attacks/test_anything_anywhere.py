@@ -4,24 +4,27 @@ is read, or refused as one of our errors."""
 import argparse
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed_files
+import nemo_files
 import pico
 import pytest
 import torch
 import trained_models
 import verl_files
+import yaml
 from fp8_directories import make
 from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from precisionctl.architectures.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.base import Hints, read_tensor
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -91,9 +94,23 @@ def test_a_config(tmp_path: Path, family: str) -> None:
     check(kept, IN_JSON, lambda v: (tmp_path / "config.json").write_text(json.dumps(v)), lambda: plan_of(tmp_path))
 
 
+def test_a_config_of_nemo(tmp_path: Path) -> None:
+    nemo_files.write_ranks(tmp_path, [nemo_files.STATE])
+
+    def write(value: object) -> None:
+        (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(value))
+
+    def read() -> None:
+        reader = open_checkpoint(tmp_path)
+        assert isinstance(reader, LegacyReader)
+        read_megatron_args(reader.args, 16, "here")
+
+    check(nemo_files.FIELDS, [None, 10**18, "x", [[1]]], write, read)
+
+
 def test_an_adapters_config(tmp_path: Path) -> None:
     pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
-    base, module = HuggingFaceReader(tmp_path / "base"), "base_model.model.model.layers.0.self_attn.q_proj"
+    module, hints = "base_model.model.model.layers.0.self_attn.q_proj", Hints(reference=tmp_path / "base")
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {
@@ -114,7 +131,20 @@ def test_an_adapters_config(tmp_path: Path) -> None:
         config,
         IN_JSON,
         lambda v: (tmp_path / "adapter_config.json").write_text(json.dumps(v)),
-        lambda: make_plan(AdapterReader(tmp_path, base), "megatron"),
+        lambda: make_plan(open_checkpoint(tmp_path, hints=hints), "megatron"),
+    )
+
+
+def test_the_config_of_an_adapter_by_bridge(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
+    shutil.copytree(golden / "adapter", tmp_path / "adapter")
+    file, hints = tmp_path / "adapter" / "iter_0000007" / "run_config.yaml", Hints(reference=golden / "base")
+    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 4, "alpha": 12, "target_modules": ["linear_qkv"]}
+    check(
+        {"model": {"tensor_model_parallel_size": 1}, "peft": peft},
+        IN_JSON,
+        lambda v: file.write_text(json.dumps(v)),
+        lambda: make_plan(open_checkpoint(tmp_path / "adapter", hints=hints), "megatron"),
     )
 
 

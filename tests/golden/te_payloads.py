@@ -1,8 +1,10 @@
 """`_extra_state` payloads by Transformer Engine's own code: writes the golden files, and reads ours.
 
-    python te_payloads.py write DIRECTORY      every payload in PAYLOADS, one file each
-    python te_payloads.py read PAYLOAD         what TE's module holds after loading it, as JSON
-    python te_payloads.py classify PAYLOAD     what TE would do with it before unpickling anything
+Does what lines of its input ask for, and answers each with a line (`echo write here | python te_payloads.py`):
+
+    write DIRECTORY      every payload in PAYLOADS, one file each
+    read PAYLOAD         what TE's module holds after loading it, as JSON
+    classify PAYLOAD     what TE would do with it before unpickling anything
 
 Runs where the `transformer-engine` wheel (the one without compiled code), torch and pydantic are installed; no
 GPU. The recipe classes are imported from it; `get_extra_state` and `set_extra_state` are taken out of its
@@ -168,6 +170,7 @@ PAYLOADS = {
 def write(directory):
     for name, make in PAYLOADS.items():
         Path(directory, f"{name}.bin").write_bytes(make())
+    return f"{len(PAYLOADS)} payloads"
 
 
 def read(path):
@@ -182,12 +185,14 @@ def read(path):
     }
     extra = {name: value for name, value in meta.items() if isinstance(value, bool | int | float)}
     made = f"{type(meta['recipe']).__module__}.{type(meta['recipe']).__name__}"
-    print(json.dumps({"class": made, "recipe": fields, "extra": extra, **tensors}, default=lambda value: value.name))
+    return json.dumps({"class": made, "recipe": fields, "extra": extra, **tensors}, default=lambda value: value.name)
 
 
 def classify(path):
-    print(extra_state._classify_extra_state_pickle(Path(path).read_bytes()).value)
+    return extra_state._classify_extra_state_pickle(Path(path).read_bytes()).value
 
 
 if __name__ == "__main__":
-    {"write": write, "read": read, "classify": classify}[sys.argv[1]](sys.argv[2])
+    for line in sys.stdin:
+        command, _, path = line.rstrip("\n").partition(" ")
+        print({"write": write, "read": read, "classify": classify}[command](path), flush=True)

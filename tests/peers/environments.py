@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-OUR_VERSIONS = ("--constraint", str(ROOT / "constraints.txt"))
+CONSTRAINTS = ROOT / "constraints.txt"
+OUR_VERSIONS = ("--constraint", str(CONSTRAINTS))
 
 MODELOPT_VERSION = "0.47.0"
 """The version whose JSON quant_methods/modelopt.py writes."""
@@ -66,10 +67,12 @@ def python_with(
 ) -> Path:
     """The Python of an environment made by these `pip install`s, one after the other. Then come the requirements of a
     package that was installed `without_dependencies`: those of `any_version` in that which there is."""
-    folder = ROOT / ".peers" / name
+    folder = (ROOT / ".peers").resolve() / name  # its scripts name the folder that checkouts share
     python, ready = folder / "bin" / "python", folder / "ready"
     apart = [f"{without_dependencies} {any_version}"] if without_dependencies else []
+    # Checkouts may share environments: what the file says counts, and not where it lies.
     wanted = "\n".join([*(" ".join(install) for install in installs), *apart])
+    wanted = wanted.replace(str(CONSTRAINTS), CONSTRAINTS.read_text())
     if not ready.is_file() or ready.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         for install in installs:

@@ -17,7 +17,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.param import Parallelism
 
-ON_CPU = Path(__file__).with_name("bridge_on_cpu.py")
+ON_CPU, ADAPTERS = (Path(__file__).with_name(f"bridge_{name}.py") for name in ("on_cpu", "adapters"))
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 NEEDED = (TORCH, "transformers>=4.57,<5", *"omegaconf einops rich regex six accelerate peft tensorboard".split())
 PACKAGES = ("--no-deps", "megatron-bridge==0.3.1", "megatron-core==0.16.1", "triton")
@@ -71,3 +71,22 @@ def test_we_read_what_bridge_saved_bit_for_bit(through_bridge: Path, family: str
         "moe",
     )
     assert [getattr(theirs.model, size) for size in sizes] == [getattr(ours.model, size) for size in sizes]
+
+
+@pytest.mark.parametrize("kind", ["lora", "canonical"])
+@pytest.mark.parametrize("family", ["llama-3", "qwen3"])
+def test_an_adapter_that_bridge_saved_is_merged_as_by_bridge_bit_for_bit(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    """In FP32, in which Bridge adds as here; in BF16 it rounds the product and the sum."""
+    python = environments.python_with("bridge", NEEDED, PACKAGES)
+    base = tmp_path / f"{family}-hf"
+    pico.save(base, family, dtype=torch.float32)
+    execute(plan_command(Request(base, tmp_path / f"{family}-ours", "megatron")))
+    done = subprocess.run([python, ADAPTERS, tmp_path, family, kind], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    execute(plan_command(Request(tmp_path / f"{family}-{kind}-adapter", tmp_path / "out", "hf", reference=base)))
+    ours, before = (load_file(path / "model.safetensors") for path in (tmp_path / "out", base))
+    theirs = load_file(tmp_path / f"{family}-{kind}-merged.safetensors")
+    assert len(theirs) == 14 and not any(torch.equal(theirs[name], before[name]) for name in theirs)
+    assert [name for name, values in (before | theirs).items() if not torch.equal(ours[name], values)] == []

@@ -36,7 +36,7 @@ def python() -> Path:
 def run(python: Path, ranks: int, *arguments: object) -> list[float]:
     """The losses of the five updates after the third."""
     port = random.randint(20_000, 50_000)
-    torchrun = [python.parent / "torchrun", f"--nproc_per_node={ranks}", f"--master_port={port}", SCRIPT]
+    torchrun = [python, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}", SCRIPT]
     environment = os.environ | NOTHING_COMPILED
     done = subprocess.run([*torchrun, *map(str, arguments)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,6 +4,7 @@ give too."""
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import environments
@@ -15,7 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 
-INSTALL = (*environments.OUR_VERSIONS, "--editable", f"{environments.ROOT}[lm-eval]")
+PROJECT = tomllib.loads((environments.ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDED = [*PROJECT["dependencies"], *EXTRAS["train"], *EXTRAS["lm-eval"]]
+INSTALL = (*environments.OUR_VERSIONS, *(each for each in NEEDED if not each.startswith("precisionctl")))
+"""All but the project itself, which is this checkout."""
 
 CHOICE = """\
 task: pick
@@ -59,8 +64,9 @@ def python():
 def evaluated(python: Path, folder: Path, model: Path) -> dict:
     tasks = ",".join(str(folder / f"{name}.yaml") for name in ("pick", "roll", "made"))
     command = [python, "-m", "precisionctl", "eval", model, "--tasks", tasks, "--json"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home"), "PYTHONPATH": ""}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | offline, cwd=folder)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment = os.environ | offline | {"PYTHONPATH": str(environments.ROOT)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, cwd=folder)
     return json.loads(done.stdout)
 
 

@@ -1,6 +1,7 @@
 """Real megatron-core goes on from runs of the bundled trainer and hands them back, on CPUs with gloo: the same losses
 but for rounding, from the same command on the same folder. What is printed is in docs/megatron_core.md."""
 
+import importlib
 import json
 import os
 import random
@@ -9,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_wrappers
 import torch
+import trained_models
 from conversations import write_rows
 from judges import LLAMA_3_1
-from training import WORDS, contents, make_source, make_text
+from trainer_directories import deepspeed, hf_trainer, pytorch
+from training import WORDS, add_tokenizer, contents, make_source, make_text
 
 from precisionctl import api
 from precisionctl.fp8 import sidecar
@@ -121,6 +124,24 @@ def test_megatron_core_goes_on_from_a_bundled_run_is_killed_and_hands_it_back(tm
     assert expected[FROM] - expected[STEPS] > 30 * max(differences)  # there was something to learn
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("saved", "sizes"), [(hf_trainer, {}), (pytorch, {"tensor": 2}), (deepspeed, {})])
+def test_both_engines_go_on_alike_straight_from_another_trainers_directory(
+    tmp_path: Path, saved: Callable[[Path, Any, Any], Path], sizes: dict[str, int]
+) -> None:
+    model, optimizer = trained_models.trained("llama-3", vocab_size=80, rope_parameters=LLAMA_3_1)
+    saved(add_tokenizer(tmp_path / "source"), model, optimizer)
+    make_text(tmp_path / "text.txt", words=6000)
+    options, ranks = by_core(sizes)
+    for out, engine, number in (("bundled", [], 1), ("core", options, ranks)):
+        said = finish(start(tmp_path, out, *engine, "--set", "train.steps=12", ranks=number))
+        assert "masters and moments of the checkpoint, after 2 updates" in said
+    expected, core = (losses(tmp_path, out) for out in ("bundled", "core"))
+    assert list(core) == list(expected) == list(range(3, 13))
+    assert [core[step] for step in core] == pytest.approx([*expected.values()], abs=ROUNDING)
+    assert expected[3] - expected[12] > 30 * ROUNDING
+
+
 def in_fp32(place: Path, keys: Mapping[str, Any], ranks: int) -> tuple[list[float], list[float]]:
     """The losses of the bundled trainer and of Megatron-Core."""
     program = [Path(__file__).with_name("core_in_fp32.py"), place, *(f"{key}={value}" for key, value in keys.items())]
@@ -191,6 +212,14 @@ def test_what_is_not_trained_is_saved_as_by_the_bundled_trainer(tmp_path: Path) 
     saved = {name for name in bundled if name.startswith("precisionctl/") or name == "run_config.yaml"}
     assert {"precisionctl/encodings.safetensors", "precisionctl/hf/towers.safetensors", str(sidecar.RELATIVE)} < saved
     assert {name: bundled[name] for name in saved} == {name: core.get(name) for name in saved}
+
+
+def test_an_update_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    made = importlib.import_module("gpu").run_section("core", True, 300)
+    assert made["ended"] == "complete", made["log"]
+    assert [row["variant"] for row in made["rows"]] == ["bf16", "fp8-delayed", "Megatron-Core BF16"]
+    assert all(row["tokens_per_second"] > 0 for row in made["rows"])
 
 
 def test_a_new_run_begins_anew_after_a_kill_and_leaves_nothing_of_its_start(tmp_path: Path) -> None:

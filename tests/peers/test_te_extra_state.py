@@ -23,17 +23,20 @@ VERSION = "2.20.2"
 
 @pytest.fixture(scope="module")
 def te(tmp_path_factory):
-    """Runs golden/te_payloads.py beside TE's wheel without compiled code, and gives what it prints."""
+    """Asks golden/te_payloads.py, beside TE's wheel without compiled code, and gives its answer."""
     site = str(tmp_path_factory.mktemp("te"))
     wanted = [f"transformer_engine=={VERSION}", "pydantic"]
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", site, *wanted], check=True)
 
-    def run(*arguments):
-        command = [sys.executable, GOLDEN / "te_payloads.py", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": site}
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    command, environment = [sys.executable, GOLDEN / "te_payloads.py"], os.environ | {"PYTHONPATH": site}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
 
-    return run
+        def ask(what, path):
+            print(what, path, file=process.stdin, flush=True)
+            return process.stdout.readline().strip()
+
+        yield ask
 
 
 def understood(path):
@@ -100,12 +103,12 @@ def test_te_refuses_what_the_doctor_says_it_refuses(te, golden):
         refused = is_refused(data, read_payload(data, golden))
     except NotUnderstood:
         refused = True
-    assert te("classify", golden).strip() == ("unsafe_load" if refused else "ignore")
+    assert te("classify", golden) == ("unsafe_load" if refused else "ignore")
 
 
 def test_te_takes_what_is_written_here_for_delayed_scaling_and_asks_for_its_switch(te, tmp_path):
     path = tmp_path / "payload.bin"
     path.write_bytes(encode_payload(Fp8State.fresh(2), DelayedScaling(amax_history_len=2)))
-    assert te("classify", path).strip() == "unsafe_load"
+    assert te("classify", path) == "unsafe_load"
     path.write_bytes(b"")
-    assert te("classify", path).strip() == "ignore"
+    assert te("classify", path) == "ignore"

@@ -59,6 +59,9 @@ def test_the_benchmark_s_sections_run_on_te_s_own_python(site: Path) -> None:
     (replayed,) = (row for row in rows if row.get("of") == "replay")
     assert replayed["different"] == 0
     assert replayed["equal"] > 100
+    refused = [row for row in rows if "refused" in row]
+    assert [row["recipe"] for row in refused] == ["mxfp8"] * 4, "as on Hopper; of curves there is one recipe"
+    assert all("capability 10.0" in row["refused"] for row in refused)
 
 
 @pytest.fixture(scope="module")

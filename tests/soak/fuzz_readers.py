@@ -11,6 +11,7 @@ import os
 import resource
 import struct
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import atheris
 import deepspeed_files
+import nemo_files
 import safetensors
 import torch
 import verl_files
@@ -32,6 +34,7 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints.dcp_writer import DcpWriter
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
     from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+    from precisionctl.checkpoints.nemo.reader import open_nemo
     from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
     from precisionctl.checkpoints.saved_states import SavedStatesReader
     from precisionctl.checkpoints.torch_zip import Span
@@ -272,6 +275,45 @@ def numbered_seeds() -> Iterator[bytes]:
         yield archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
 
 
+class Nemo:
+    """A `.nemo`, whose headers have the right checksums: else few inputs would get behind the first."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm")) / "a.nemo"
+
+    def __call__(self, data: bytes) -> None:
+        blocks = [data[at : at + tarfile.BLOCKSIZE] for at in range(0, len(data), tarfile.BLOCKSIZE)]
+        self.path.write_bytes(b"".join(map(with_checksum, blocks)))
+        reader = open_nemo(self.path)
+        for name in reader.specs:
+            read_tensor(reader, name)
+        _ = reader.model
+
+
+def with_checksum(block: bytes) -> bytes:
+    if block[257:262] != b"ustar":
+        return block
+    total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
+    return block[:148] + b"%06o\0 " % total + block[156:]
+
+
+def nemo_seeds() -> Iterator[bytes]:
+    state = {
+        "model.embedding.word_embeddings.weight": torch.ones(4, 2),
+        "model.decoder.final_layernorm.weight": torch.ones(2),
+    }
+    fields = {"num_layers": 1, "hidden_size": 2, "num_attention_heads": 1, "ffn_hidden_size": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        for form in ("ranks", "zarr"):
+            place = Path(folder) / form
+            nemo_files.write_config(place, fields)
+            if form == "zarr":
+                nemo_files.write_zarr(place / "model_weights", state)
+            else:
+                nemo_files.write_ranks(place, [state])
+            yield nemo_files.pack(place, Path(folder) / f"{form}.nemo").read_bytes()
+
+
 class AdapterConfig:
     """What PEFT says of an adapter, in a directory of its own."""
 
@@ -340,6 +382,7 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Ite
     "verl": (verl_ranks, lambda: rank_file_seeds(verl_ranks)),
     "dcp": (DcpModel, dcp_seeds),
     "numbered": (Numbered, numbered_seeds),
+    "nemo": (Nemo, nemo_seeds),
 }
 
 
@@ -354,7 +397,7 @@ def words(target: str) -> Iterator[bytes]:
         yield from (b'"%s"' % word.encode() for word in (*known, "LORA", "pissa", "q_proj"))
         yield from (b"{}", b"[]", b"null", b"true", b"1e400", b"NaN", b"-1", rb"\\d+", b"(a|b)", b".*")
         return
-    archives = dict.fromkeys(("deepspeed", "numbered"), torch_zip._SKELETON)
+    archives = dict.fromkeys(("deepspeed", "numbered", "nemo"), torch_zip._SKELETON)
     tables = {"metadata": dcp._ALLOWED, "dcp": dcp._ALLOWED, **archives}
     allowed = tables.get(target, te_pickle._IN_ARCHIVE)
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:

@@ -17,7 +17,9 @@ SECONDS = int(os.environ.get("FUZZ_SECONDS", "60"))
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 
 
-@pytest.mark.parametrize("target", "payload archived metadata safetensors adapter deepspeed verl dcp numbered".split())
+@pytest.mark.parametrize(
+    "target", "payload archived metadata safetensors adapter deepspeed verl dcp numbered nemo".split()
+)
 def test_whatever_is_read_is_understood_or_refused(target: str) -> None:
     python = python_with("fuzz", ("--only-binary", ":all:", "atheris==3.0.0"))
     ours = [str(ROOT), str(ROOT / "tests"), *(path for path in sys.path if path.endswith("site-packages"))]

@@ -1,4 +1,4 @@
-"""Adapters of PEFT (LoRA) with the model that they change, as one checkpoint."""
+"""Adapters (LoRA) of PEFT and Megatron-Bridge with the model that they change, as one checkpoint."""
 
 from precisionctl.checkpoints.adapter.reader import CONTAINER
 

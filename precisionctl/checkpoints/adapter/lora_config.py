@@ -132,7 +132,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint("rank_pattern and alpha_pattern are tables", where=path)
     if not all(type(one) is int and one > 0 for one in (rank, *ranks.values())):
         raise DamagedCheckpoint(f"r is {shown(rank)}, rank_pattern {shown(ranks)}: ranks are whole numbers", where=path)
-    if not all(type(one) in (int, float) and abs(one) < _LARGEST for one in (alpha, *alphas.values())):
+    if not all(type(one) in (int, float) and abs(one) < LARGEST_ALPHA for one in (alpha, *alphas.values())):
         raise DamagedCheckpoint(f"lora_alpha is {shown(alpha)}, alpha_pattern {shown(alphas)}", where=path)
     if sum(map(len, alphas)) > _MOST_CHARACTERS:
         raise MappingError(f"alpha_pattern has over {_MOST_CHARACTERS} characters", where=path, do=_FEWER)
@@ -153,7 +153,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
 _FEWER = "Name the modules in it with fewer expressions."
-_LARGEST = 1e9
+LARGEST_ALPHA = 1e9
 
 
 def _switch(config: Mapping[str, Any], key: str, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A directory of PEFT's LoRA as a Reader: its base model, with what the adapter does to it done.
+"""LoRA, PEFT's (or Bridge's, by PEFT's names) as a Reader: its base model, with what the adapter does to it done.
 
 Names are those of the base. What the adapter changes is a matrix with a low-rank product added, or a whole tensor that
 takes the place of the base's (`modules_to_save`, trained biases). All tensors are values: where the base has codes they
@@ -13,9 +13,9 @@ from itertools import count, permutations, takewhile
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
-from precisionctl.checkpoints.adapter.lora_config import FILE, read_lora_config
+from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
-from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, Reader, whole
+from precisionctl.checkpoints.base import Chunk, Chunked, Companions, Container, Hints, Reader, whole
 from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of, read_companions
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
@@ -28,7 +28,7 @@ from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
 _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
 """The levels of nesting at the end of a name. What begins inside of them is not tried: names may have thousands."""
@@ -53,20 +53,16 @@ class AdapterReader:
     layout: Layout = "hf"
     encodings: Mapping[str, Encoding] = {}
 
-    def __init__(self, path: Path, base: Reader) -> None:
-        self.path, self.base = path, base
-        self._config = read_lora_config(path)
-        self._file = _weights_file(path)
-        spelling = SAFETENSORS if self._file.suffix == SAFETENSORS.suffix else BIN
-        self._stored = StoredTensors({name: (self._file, one) for name, one in spelling.read(self._file).items()})
-        self._factors = Factors(self._stored)
+    def __init__(self, path: Path, base: Reader, config: LoraConfig, stored: Chunked, files: Sequence[Path]) -> None:
+        self.path, self.base, self._config, self._stored = path, base, config, stored
+        self.files: Sequence[Path] = sorted({*base.files, *files})
+        self._factors = Factors(stored)
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
-        with at(self._file):
-            self._read_names()
-            _check_tied(base.model, base.specs, {*self.changes, *self.replaced})
-            self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
+        self._read_names()
+        _check_tied(base.model, base.specs, {*self.changes, *self.replaced})
+        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
     @property
     def container(self) -> str:
@@ -83,10 +79,6 @@ class AdapterReader:
     @property
     def iteration(self) -> int | None:
         return None
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return sorted({*self.base.files, self._file, self.path / FILE})
 
     @cached_property
     def own_companions(self) -> Companions:
@@ -125,17 +117,17 @@ class AdapterReader:
         """Find out what each tensor of the adapter is for."""
         modules: dict[str, dict[str, str]] = {}
         for name, spec in self._stored.specs.items():
-            if not name.startswith(_PREFIX):
-                raise MappingError(f"`{name}` does not begin with `{_PREFIX}`", do=_SAVED)
+            if not name.startswith(PREFIX):
+                raise MappingError(f"`{name}` does not begin with `{PREFIX}`", do=_SAVED)
             if spec.dtype not in _VALUES:
                 raise DamagedCheckpoint(f"`{name}` is {spec.dtype}, no dtype of an adapter's values")
-            match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+            match = _FACTOR.fullmatch(name.removeprefix(PREFIX))
             if match:
                 modules.setdefault(match[1], {})[match[2]] = name
                 continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise MappingError(f"`{name}` is of a kind that is not read", do=_MERGE)
-            target = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            target = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             if target in self.replaced:
                 raise _twice(target, name)
             self.replaced[target] = name
@@ -337,16 +329,16 @@ def _check_tied(model: ModelShape, stored: Collection[str], touched: Collection[
         )
 
 
-def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
+def open_base(path: Path, hints: Hints, of: str) -> Reader:
+    """The base that the user names for an adapter `of` PEFT or Megatron-Bridge. Raises UnknownFormat without it, and
+    MappingError where it is no Hugging Face directory."""
     if hints.reference is None:
         raise UnknownFormat(
-            "an adapter of PEFT (LoRA), without the model that it changes",
+            f"an adapter of {of} (LoRA), without the model that it changes",
             where=path,
             do="Merge the two with `precisionctl convert ADAPTER OUT --to hf --reference BASE`, where BASE is the "
             "Hugging Face directory of the model that it was trained on.",
         )
-    if iteration is not None:
-        raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
     base = open_checkpoint(hints.reference)
     if base.layout != "hf":
         raise MappingError(
@@ -354,7 +346,19 @@ def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
             where=hints.reference,
             do="Make one of it with `precisionctl convert BASE HF --to hf`, and give that.",
         )
-    return AdapterReader(path, base)
+    return base
+
+
+def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
+    base = open_base(path, hints, "PEFT")
+    if iteration is not None:
+        raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
+    file = _weights_file(path)
+    spelling = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
+    config = read_lora_config(path)
+    stored = StoredTensors({name: (file, one) for name, one in spelling.read(file).items()})
+    with at(file):
+        return AdapterReader(path, base, config, stored, (file, path / FILE))
 
 
 CONTAINER = Container(recognise, _open, f"{FILE} of a LoRA adapter of PEFT")

@@ -67,9 +67,9 @@ _DELTA_NET_BLOCK = (
 )
 _OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
 """Layers with norms of queries and keys over all heads, beside experts."""
-_SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
+SILU, GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
-_SQUARED_RELU = "megatron.core.activations.squared_relu"
+SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
@@ -123,10 +123,10 @@ def _call(target: str) -> dict[str, Any]:
 
 def _activation(args: Mapping[str, Any]) -> str:
     if args.get("squared_relu"):
-        return _SQUARED_RELU
+        return SQUARED_RELU
     if args.get("quick_geglu"):
         return _QUICK_GELU
-    return _SILU if args.get("swiglu") else _GELU
+    return SILU if args.get("swiglu") else GELU
 
 
 def described_args(directory: Path) -> Mapping[str, Any]:
@@ -136,14 +136,24 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
     if has_file(bridge, directory):
-        return from_provider(_part(_parse(bridge, directory), "model", bridge))
+        return from_provider(bridge_section(directory, "model"))
     if directory.name == "weights" and has_file(nemo, directory.parent):
-        fields = _part(_parse(nemo, directory.parent), "config", nemo)
-        if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
-            # NeMo's number is config.json's (nemo/collections/llm/gpt/model/mistral.py), one more than Megatron's
-            fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
-        return from_provider(fields)
+        return from_nemo(_part(parse_yaml(read_file(nemo, directory.parent, _MAX_BYTES), nemo), "config", nemo))
     return {}
+
+
+def from_nemo(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As `from_provider`, of NeMo's fields."""
+    if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
+        # NeMo's number is config.json's (nemo/collections/llm/gpt/model/mistral.py), one more than Megatron's
+        fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
+    return from_provider(fields)
+
+
+def bridge_section(directory: Path, name: str) -> Mapping[str, Any]:
+    """A section of Bridge's `run_config.yaml`. Raises DamagedCheckpoint without it."""
+    bridge = directory / BRIDGE
+    return _part(parse_yaml(read_file(bridge, directory, _MAX_BYTES), bridge), name, bridge)
 
 
 _MOST_PARTS, _DEEPEST = 100_000, 100
@@ -180,9 +190,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
-def _parse(path: Path, directory: Path) -> Any:
-    content = read_file(path, directory, _MAX_BYTES)
-    with damage("not YAML of plain values", path):
+def parse_yaml(content: bytes, where: object) -> Any:
+    """Plain values in YAML. Raises DamagedCheckpoint for anything that is none."""
+    with damage("not YAML of plain values", where):
         return yaml.load(content, _Loader)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
+from precisionctl.checkpoints.adapter import bridge
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints, Reader
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -99,17 +100,21 @@ class TorchDistReader(MegatronDirectory):
         check_link(top, path)
         self.path: Path = find_iteration(top, iteration, complete)
         self.container, self.hints = container, hints
-        self._index = dcp.read_index(self.path)
+        index = dcp.read_index(self.path)
         beside = path / "optimizer" / VERL
         self._optimizer_beside = beside if self.path == path / "model" / VERL and complete(beside) else None
         if self._optimizer_beside:
             check_link(beside, path)
             of_run = dcp.read_index(beside)
-            if twice := self._index.tensors.keys() & of_run.tensors.keys():
+            if twice := index.tensors.keys() & of_run.tensors.keys():
                 raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
-            self._index = dcp.Index(
-                {**self._index.tensors, **of_run.tensors}, {**of_run.objects, **self._index.objects}
-            )
+            index = dcp.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
+        self._take(index)
+
+    def _take(self, index: dcp.Index) -> None:
+        """Set everything that follows from what is stored. `path`, `container`, `hints` and what `args` needs are set
+        before."""
+        self._index = index
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
@@ -237,8 +242,14 @@ def _only(value: Any, key: str, where: torch_zip.Span) -> Any:
     return value[0]
 
 
+def _open(path: Path, iteration: int | None, hints: Hints) -> Reader:
+    """A Megatron checkpoint; or adapters of Megatron-Bridge alone, merged with the base that the user names."""
+    reader = TorchDistReader(path, iteration, hints)
+    return bridge.with_base(reader, hints) if bridge.has_adapters(reader.specs) else reader
+
+
 CONTAINER = Container(
     recognise,
-    TorchDistReader,
+    _open,
     f"{MARKER} of a Megatron torch_dist checkpoint, there or in the directory of an iteration",
 )

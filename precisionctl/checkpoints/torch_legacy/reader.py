@@ -53,7 +53,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, TensorSpec
+from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, Parallelism, TensorSpec
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -79,7 +79,11 @@ class LegacyReader(MegatronDirectory):
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         self.hints = hints
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
-        self.parallelism, self._ranks = read_ranks(self.path)
+        self._take(*read_ranks(self.path))
+
+    def _take(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
+        """Set everything that follows from what the ranks saved. `path` and `hints` are set before."""
+        self.parallelism, self._ranks = parallelism, ranks
         self._first = self._ranks[0].content
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._fp8: Fp8Weights = {}

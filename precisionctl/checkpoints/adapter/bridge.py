@@ -1,0 +1,165 @@
+"""LoRA of Megatron-Bridge (0.3.1, and as its source was in August 2026), read as PEFT would have saved it.
+
+Its checkpoint is a `torch_dist` with the factors alone, beside Megatron's linears (peft/lora.py, peft/utils.py): to
+`….linear_qkv.weight` is added `alpha / dim * linear_out @ linear_in`, of `….linear_qkv.adapter.linear_in.weight`
+`[dim, in]` and `….linear_out.weight` `[out, dim]`, whose rows stand as in that weight. CanonicalLoRA has such a pair
+for each of query, key, value, gate and up, with the rows of that part alone. `run_config.yaml` has the settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import Place, Row, names
+from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
+from precisionctl.checkpoints.base import Chunk, Chunked, Hints, Reader, read_tensor, whole
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader
+from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
+from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import TensorSpec
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+_FACTOR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
+_PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
+"""Which of how many tensors of Hugging Face a pair of CanonicalLoRA is for."""
+_KINDS = ("LoRA", "CanonicalLoRA")
+_KNOWN = frozenset({
+    "_target_", "dim", "alpha",
+    # which linears it is for, which the tensors say
+    "target_modules", "exclude_modules", "canonical_mapping", "params_to_save",
+    # how it was trained, and its first values made
+    "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_experimental",
+    "sequence_parallel_input_regather",
+    # of experts, whose adapters are refused
+    "normalize_moe_lora", "share_expert_adapters", "experts_shared_outer_loras",
+})  # fmt: skip
+_EXPORT = (
+    "Export it in a clone of Megatron-Bridge: `python examples/conversion/adapter/export_adapter.py --hf-model-path "
+    "BASE --lora-checkpoint ITERATION --output ADAPTER`; give ADAPTER, with `--reference BASE`."
+)
+
+
+def has_adapters(tensors: Collection[str]) -> bool:
+    """Whether these are names of Bridge's adapters."""
+    return any(".adapter." in name for name in tensors)
+
+
+def with_base(saved: MegatronReader, hints: Hints) -> AdapterReader:
+    """Adapters and the base that the user names, as a Reader of the merged model. Raises as AdapterReader, and
+    UnknownFormat without a base."""
+    base = open_base(saved.path, hints, "Megatron-Bridge")
+    with at(saved.path):
+        config = _read_config(saved.path)
+        factors = _Factors(saved, base, config.rank)
+        return AdapterReader(saved.path, base, config, factors, (*saved.files, saved.path / BRIDGE))
+
+
+def _read_config(directory: Path) -> LoraConfig:
+    config = bridge_section(directory, "peft")
+    kind = str(config.get("_target_")).rpartition(".")[2]
+    if kind not in _KINDS:
+        raise MappingError(f"an adapter of Megatron-Bridge's {shown(kind)}; read are {', '.join(_KINDS)}", do=_EXPORT)
+    if unknown := [key for key, value in config.items() if value and key not in _KNOWN]:
+        raise MappingError(f"settings of the adapter that are not read: {', '.join(map(shown, unknown))}", do=_EXPORT)
+    rank: Any = config.get("dim")
+    alpha: Any = config.get("alpha")
+    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
+        raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
+    return LoraConfig(rank, alpha, {}, Alphas({}), False, False, False, (), None)
+
+
+class _Factors:
+    """Bridge's factors by PEFT's names, as a source of tensors: one A of a fused linear is that of each part."""
+
+    def __init__(self, saved: MegatronReader, base: Reader, rank: int) -> None:
+        self._saved, self._rank = saved, rank
+        self._chunks: dict[str, Sequence[Chunk]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        linears = _linears(base)
+        for name in saved.specs:
+            match = _FACTOR.fullmatch(name)
+            if match is None or match[1] not in linears:
+                raise _unknown(name, match[1] if match else None)
+            a, b = (f"{name.removesuffix(f'linear_{match[3]}.weight')}linear_{end}.weight" for end in ("in", "out"))
+            if a not in saved.specs or b not in saved.specs:
+                raise DamagedCheckpoint(f"`{name}` is there without the other factor", do="Is the copy whole?")
+            if match[3] == "out":
+                self._add(a, b, match[2], *linears[match[1]], base.model)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks[name]
+
+    def _add(self, a: str, b: str, part: str | None, row: Row, place: Place, model: ModelShape) -> None:
+        """Add the two factors of a linear, or of a part of it, for each tensor of Hugging Face that it makes."""
+        hf, (size, columns) = names(row, "hf", place), row.shape(model)
+        if not row.is_row_permutation(model) or (part and len(hf) != _PARTS[part][1]):
+            raise MappingError(
+                f"`{b}` is for a weight that the base stores in another form than rows of it", do=_EXPORT
+            )
+        if part and "linear_fc1" in b and self._saved.args.get("tensor_model_parallel_size") != 1:
+            what = f"`{b}` was saved by several tensor-parallel ranks: Bridge cuts it in two then, like gate and up"
+            raise MappingError(what, do="Load it in Bridge at the same sizes, and export it there.")
+        rows = [moved[:, 0] for moved in row.rearrangement.split(np.arange(size)[:, None], model)]
+        if part:  # of which the factor has the rows alone, in the order that they have in the fused weight
+            here = _PARTS[part][0]
+            hf, rows = (hf[here],), [np.argsort(np.argsort(rows[here]))]
+        stored = self._saved.specs
+        wanted = {a: (self._rank, columns), b: (sum(map(len, rows)), self._rank)}
+        if wrong := [name for name, shape in wanted.items() if stored[name].shape != shape]:
+            what = f"the adapter's `{wrong[0]}` is {list(stored[wrong[0]].shape)}"
+            raise ShapeMismatch(f"{what}, not {list(wanted[wrong[0]])}", do="Is it the adapter's base?")
+        for name, order in zip(hf, rows, strict=True):
+            module = f"{PREFIX}{name.removesuffix('.weight')}"
+            if f"{module}.lora_A.weight" in self.specs:
+                raise DamagedCheckpoint(f"`{name}` has more than one adapter", do="No run of Bridge saves that.")
+            self.specs[f"{module}.lora_A.weight"] = stored[a]
+            self._chunks[f"{module}.lora_A.weight"] = self._saved.chunks(a)
+            picked = TensorSpec((len(order), self._rank), stored[b].dtype)
+            self.specs[f"{module}.lora_B.weight"] = picked
+            self._chunks[f"{module}.lora_B.weight"] = [Chunk(whole(picked), _Picked(self._saved, b, order))]
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Rows of a stored tensor in another order."""
+
+    stored: Chunked
+    name: str
+    order: NDArray[np.int64]
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return read_tensor(self.stored, self.name)[torch.from_numpy(self.order[row : row + rows])]
+
+
+def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:
+    """The row of each of Megatron's linears, and its place, by the linear's name."""
+    rows = table_of(base.model).spelled(base.specs, base.model)
+    return {
+        names(row, "megatron", place)[0].removesuffix(".weight"): (row, place)
+        for row in rows
+        if row.megatron.endswith(".weight") and len(row.shape(base.model)) == 2
+        for place in row.places(base.model)
+    }
+
+
+def _unknown(name: str, module: str | None) -> MappingError:
+    """Of a tensor that is no factor for one of the base's linears."""
+    if ".mlp.experts." in name:
+        what = f"`{name}` is of experts, whose adapters each version of Megatron-Bridge stores in another way"
+        return MappingError(what, do=_EXPORT)
+    if module is None:
+        return MappingError(f"`{name}` is no factor of LoRA", do=_EXPORT)
+    return MappingError(f"`{module}` is changed by the adapter, and the base has no such linear", do="Is it its base?")

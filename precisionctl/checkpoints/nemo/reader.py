@@ -1,0 +1,158 @@
+"""Read NeMo 1's checkpoints (`.nemo`, and what is unpacked of one), as NLPSaveRestoreConnector writes them
+(nemo/collections/nlp/parts/nlp_overrides.py, NeMo 1.23 and 2.0).
+
+`model_config.yaml` describes the model. Models of Megatron-Core are in `model_weights/`, in `zarr` or `torch_dist`; all
+others are a state dict in `model_weights.ckpt`, or one for each rank in `mp_rank_TT/` or `tp_rank_TT_pp_rank_PPP/`.
+There is no optimizer. The tokenizer's files have names of NeMo's own, and are not read.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.megatron.directory import MegatronDirectory
+from precisionctl.checkpoints.megatron.keys import MARKER
+from precisionctl.checkpoints.nemo import config, zarr
+from precisionctl.checkpoints.nemo.files import Files, files_of, read_text
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Parallelism, TensorSpec
+
+_CONFIG = "model_config.yaml"
+_SHARDED, _STATE = "model_weights", "model_weights.ckpt"
+_RANK = re.compile(rf"(?:(?:mp|tp)_rank_(\d{{2,6}})(?:_pp_rank_(\d{{3,6}}))?/)?{re.escape(_STATE)}")
+_PREFIX = re.compile(r"^model\.(?:module\.)?")
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is a `.nemo`, or has a configuration and weights of NeMo's."""
+    if path.suffix == ".nemo" and path.is_file():
+        return True
+    weights = (_SHARDED, _STATE, f"mp_rank_*/{_STATE}", f"tp_rank_*/{_STATE}")
+    return (path / _CONFIG).is_file() and any(any(path.glob(pattern)) for pattern in weights)
+
+
+class _Nemo(MegatronDirectory):
+    """What all of NeMo's checkpoints have in common."""
+
+    container = "nemo"
+    iteration = None
+    optimizer_specs: Mapping[str, TensorSpec] = {}
+
+    def _open(self, path: Path, files: Files, hints: Hints) -> None:
+        if _CONFIG not in files:
+            raise DamagedCheckpoint(f"no {_CONFIG} in it", where=path, do="Is the copy whole?")
+        self.path, self.hints, self._files = path, hints, files
+        self._config = config.parse(read_text(files[_CONFIG]), f"{path}, {_CONFIG}")
+
+    def _check_text(self, names: Mapping[str, object]) -> None:
+        if not any(name.endswith("word_embeddings.weight") for name in names):
+            target = shown(self._config.get("target"))
+            do = "Only language models are read."
+            raise UnknownFormat(f"a model of NeMo without word embeddings (target: {target})", where=self.path, do=do)
+
+    @cached_property
+    def args(self) -> Mapping[str, Any]:
+        return config.to_megatron_args(self._config, f"{self.path}, {_CONFIG}")
+
+    @cached_property
+    def model(self) -> ModelShape:
+        beyond = config.beyond_megatron(self._config)
+        if beyond and "config.json" not in self.companions.files:
+            do = "Give a Hugging Face directory of the same model with --reference."
+            raise CheckpointError(f"its {beyond[0]} is not read: nothing else says it", where=self.path, do=do)
+        return super().model
+
+
+class NemoSharded(_Nemo, TorchDistReader):
+    """A model in `model_weights/`. Opening it reads the index of `torch_dist`, or the `.zarray` of every tensor.
+
+    Raises DamagedCheckpoint and UnsafePickle as TorchDistReader and `zarr.tensors_of` do.
+    """
+
+    common: Mapping[str, Any] = {}
+
+    def __init__(self, path: Path, files: Files, hints: Hints) -> None:
+        self._open(path, files, hints)
+        marker = files[f"{_SHARDED}/{MARKER}"]
+        backend = parse_json(read_text(marker), marker).get("sharded_backend")
+        self._in_zarr = backend == "zarr"
+        if self._in_zarr:
+            index = dcp.Index(zarr.tensors_of(files, _SHARDED), {})
+        elif backend == "torch_dist":
+            metadata = self._whole(dcp.FILE)
+            index = dcp.parse_index(metadata.read(), self._whole, metadata.path)
+        else:
+            raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
+        self._check_text(index.tensors)
+        self._optimizer_beside = None
+        self._take(index)
+
+    def _whole(self, name: str) -> Span:
+        """All of a file in `model_weights`."""
+        if (found := self._files.get(f"{_SHARDED}/{name}")) is None:
+            raise DamagedCheckpoint(f"{_SHARDED}/{name} is missing", where=self.path, do="Is the copy whole?")
+        return found
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if not self._in_zarr:
+            return super().chunks(name)
+        tensor = self._tensors[name]
+        itemsize, spans = tensor.spec.dtype.itemsize, [(part, part.piece.span) for part in tensor.parts]
+        return [Chunk(part.box, span.path, span.offset + part.start * itemsize) for part, span in spans]
+
+
+class NemoRanks(_Nemo, LegacyReader):
+    """A model in state dicts of ranks, or of one. Opening it reads their pickles.
+
+    Raises DamagedCheckpoint and UnsafePickle as LegacyReader does, and DamagedCheckpoint where ranks are missing.
+    """
+
+    def __init__(self, path: Path, files: Files, hints: Hints) -> None:
+        self._open(path, files, hints)
+        found = {
+            (int(match[1] or 0), int(match[2] or 0)): span
+            for name, span in files.items()
+            if (match := _RANK.fullmatch(name))
+        }
+        if not found:
+            raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
+        tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
+        if len(found) != tensor * pipeline:
+            what = f"{len(found)} ranks of tensor {tensor} x pipeline {pipeline}"
+            raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
+        args = argparse.Namespace(**self.args)
+        ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
+        self._check_text({name: None for rank in ranks for name in rank.content["model"]})
+        self._take(Parallelism(tensor, pipeline), ranks)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return sorted({rank.path for rank in self._ranks})
+
+
+def _state(span: Span) -> Mapping[str, Any]:
+    """A rank's state dict, without NeMo's prefix of all names."""
+    state = torch_zip.located(span)
+    if not isinstance(state, dict) or not all(type(name) is str for name in state):
+        raise DamagedCheckpoint("it holds no state dict", where=span)
+    return {_PREFIX.sub("", name): value for name, value in state.items()}
+
+
+def open_nemo(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:
+    """A Reader for NeMo's checkpoint at `path`. Raises as `files_of` and the Readers do."""
+    files = files_of(path)
+    return (NemoSharded if f"{_SHARDED}/{MARKER}" in files else NemoRanks)(path, files, hints)
+
+
+CONTAINER = Container(recognise, open_nemo, "model_config.yaml beside model_weights of NeMo 1, or *.nemo")

@@ -1,0 +1,64 @@
+"""A model in megatron-core's `zarr`, its distributed format before `torch_dist`: where the pieces of each tensor are.
+
+A tensor is a directory with `.zarray`, which says its shape, dtype and the shape of its pieces, and a file for each
+piece, named after its place in the grid (zarr version 2). megatron-core compresses nothing
+(megatron/core/dist_checkpointing/strategies/zarr.py, _create_zarr_array), so a piece is the bytes of its elements.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
+from precisionctl.checkpoints.nemo.files import Files, read_text
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.untrusted.safe_pickle import sizes
+
+_ABOUT = "/.zarray"
+_DTYPES = {
+    "bfloat16": DType.bfloat16,
+    "<f2": DType.float16,
+    "<f4": DType.float32,
+    "<f8": DType.float64,
+    "<i8": DType.int64,
+    "|u1": DType.uint8,
+}
+
+
+def tensors_of(files: Files, folder: str) -> dict[str, DcpTensor]:
+    """The tensors in a folder by key. Unlike DCP's, the spans of their pieces are elements, in no archive.
+
+    Raises DamagedCheckpoint for other arrays than megatron-core writes, and for pieces that are missing or of another
+    size.
+    """
+    keys = [name.removesuffix(_ABOUT) for name in files if name.startswith(f"{folder}/") and name.endswith(_ABOUT)]
+    return {key.removeprefix(f"{folder}/"): _tensor(files, key) for key in keys}
+
+
+def _tensor(files: Files, key: str) -> DcpTensor:
+    where = f"{files[key + _ABOUT]}, {key}"
+    about = parse_json(read_text(files[key + _ABOUT]), where)
+    with damage("not an array as megatron-core writes it", where):
+        plain = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
+        if other := [name for name, value in plain.items() if about.get(name) != value]:
+            raise ValueError(f"its {other[0]} is {shown(about.get(other[0]))}")
+        shape, piece, dtype = sizes(about["shape"]), sizes(about["chunks"]), _DTYPES[about["dtype"]]
+        if any(size % part for size, part in zip(shape, piece, strict=True)) or not math.prod(shape):
+            raise ValueError(f"a tensor {shown(shape)} in pieces {shown(piece)}")
+        grid = [size // part for size, part in zip(shape, piece, strict=True)]
+        if math.prod(grid) > len(files):
+            raise ValueError(f"{math.prod(grid)} pieces")
+        return DcpTensor(shape, dtype, tuple(_pieces(files, key, grid, piece, math.prod(piece) * dtype.itemsize)))
+
+
+def _pieces(files: Files, key: str, grid: list[int], size: tuple[int, ...], length: int) -> Iterator[DcpPiece]:
+    for at in itertools.product(*map(range, grid)):
+        name = f"{key}/{'.'.join(map(str, at)) or '0'}"
+        span = files.get(name, Span(files[key + _ABOUT].path, 0, 0))
+        if span.length != length:
+            what = f"{name} is missing, or has not the {length} bytes of a piece"
+            raise DamagedCheckpoint(what, where=span.path, do="Is the copy whole?")
+        yield DcpPiece(tuple(index * part for index, part in zip(at, size, strict=True)), size, span)

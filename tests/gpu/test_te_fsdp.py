@@ -1,0 +1,79 @@
+"""Layers that FSDP2 gathers and frees, on Transformer Engine.
+
+One rank: NCCL takes one to a GPU. What several ranks exchange, context parallelism too, wants several GPUs;
+`tests/peers/test_te_on_cpu.py` has two on CPUs.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from te_pairs import RECIPES, SHAPE, SHAPES, assert_same, train_step
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.recipe import Optimizer, ParallelSettings
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.parallel.world import ALONE, World, _meshes, local
+
+pytestmark = pytest.mark.usefixtures("same_order")
+
+UPDATES, PASSES = 2, 2
+DELAYED = Precision(fp8=True, delayed=RECIPES["max"])
+CASES = {name: (SHAPE, PRESETS[name]) for name in ("bf16", "fp8-current", "fp8-block")}
+CASES |= {"fp8-delayed": (SHAPE, DELAYED), "experts, fp8-delayed": (SHAPES["like gpt-oss"], DELAYED)}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    stands_in = torch.cuda.get_device_name() == "a CPU that stands in"
+    backend, device = ("gloo", "cpu") if stands_in else ("nccl", "cuda")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield _meshes(device, 1, ParallelSettings())[0]
+    dist.destroy_process_group()
+
+
+def trained(
+    shape: ModelShape, precision: Precision, world: World, recompute: bool = False
+) -> tuple[list[Tensor], GPT, MasterAdamW]:
+    """Losses of some updates of several passes, each with an evaluation between."""
+    torch.manual_seed(0)
+    model = GPT(shape, precision, "te", device="cuda", world=world, recompute=recompute)
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-3), model.shards)
+    tokens, losses = torch.randint(500, (UPDATES * PASSES, 2, 128), device="cuda"), []
+    for update in range(UPDATES):
+        for turn in range(PASSES):
+            world.begin_pass(model, last=turn == PASSES - 1)
+            losses.append(train_step(model, tokens[update * PASSES + turn]))
+            optimizer.collect()
+        optimizer.reduce(world)
+        losses.append(optimizer.clip())
+        optimizer.step(1e-3)
+        with torch.no_grad():
+            losses.append(model(tokens[0]).float().square().mean())
+        world.reshard(model)
+    return losses, model, optimizer
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("once", [False, True], ids=["per-pass", "per-update"])
+@pytest.mark.parametrize(("shape", "precision"), CASES.values(), ids=CASES)
+def test_layers_that_are_gathered_train_as_those_that_stay_to_the_last_bit(
+    shape: ModelShape, precision: Precision, once: bool, recompute: bool, mesh: DeviceMesh
+) -> None:
+    expected, whole, masters = trained(shape, precision, ALONE, recompute)
+    found, gathered, optimizer = trained(shape, precision, World(mesh=mesh, gathers_once=once), recompute)
+    assert all(isinstance(each, DTensor) for each in gathered.parameters() if each.requires_grad)
+    assert all(map(torch.equal, found, expected))
+    for name, master in masters.masters.items():
+        assert torch.equal(local(optimizer.masters[name]), master), name
+    for name, linear in fp8_linears(gathered).items():
+        if precision.keeps_state:
+            assert_same(linear.fp8_state(), fp8_linears(whole)[name].fp8_state())
