@@ -124,7 +124,7 @@ def test_state_that_no_scale_would_be_made_of_is_refused(tmp_path: Path) -> None
         with pytest.raises(RecipeError, match=f"scheme {scheme} stores no input scales"):
             request = Request.export(path, tmp_path / "out", "vllm", scheme, fp8_state=path / sidecar.RELATIVE)  # type: ignore[arg-type]
             plan_command(request)
-    with pytest.raises(PrecisionError, match="no nvfp4a16 for TensorRT-LLM.*Choose --scheme static or dynamic"):
+    with pytest.raises(PrecisionError, match="TensorRT-LLM does not read nvfp4a16.*Choose --scheme static or dynamic"):
         plan_command(Request.export(path, tmp_path / "out", "tensorrt-llm", "nvfp4a16"))
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused_with_the_next_step(tmp_path: Path, sources: M
         export(tmp_path / "plain", tmp_path / "out", "vllm", "nvfp4")
     with pytest.raises(PrecisionError, match="not a multiple of 128"):
         export(tmp_path / "plain", tmp_path / "out", "vllm", "w4a16")
-    with pytest.raises(PrecisionError, match="no mxfp4 for TensorRT-LLM"):
+    with pytest.raises(PrecisionError, match="TensorRT-LLM does not read mxfp4"):
         export(sources["llama-3"], tmp_path / "out", "tensorrt-llm", "mxfp4")
     with pytest.raises(PrecisionError, match="whose inputs are not a multiple of 128"):
         export(sources["llama-3"], tmp_path / "out", "vllm", "w4a16", ranks=2)

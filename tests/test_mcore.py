@@ -156,7 +156,7 @@ def test_stages_interleave_only_with_as_many_passes_as_stages_or_a_multiple(
 
 def test_a_model_that_megatron_core_computes_otherwise_is_left_to_the_bundled_trainer(place: Path) -> None:
     make_source(place / "gemma", family="gemma2")
-    with pytest.raises(UnknownArchitecture, match=r"computes `gemma2` otherwise.*Leave --engine out"):
+    with pytest.raises(UnknownArchitecture, match=r"computes `gemma2` differently.*Leave --engine out"):
         dry_run(in_core(place, source="gemma"), CORE)
 
 

@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the
     """Eager, in BF16. transformers decodes the source itself."""
     make(tmp_path / "source")
     notes = converted(tmp_path / "source", tmp_path / "hf", drop_fp8_state=True)
-    assert notes == ["16 weights were MXFP4 codes, and are what they decode to. The scales stay behind."]
+    assert "16 weights were MXFP4 codes, and are what they decode to. The scales stay behind." in notes
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
@@ -101,7 +101,7 @@ def test_experts_become_the_very_blocks_again_that_they_were(tmp_path: Path, way
     between = tmp_path / (way or "source")
     if way:
         notes = converted(tmp_path / "source", between, way)
-        assert "16 weights were MXFP4 codes; the result has their decoded values." in notes[0]
+        assert any("16 weights were MXFP4 codes; the result has their decoded values." in note for note in notes)
     notes = converted(between, tmp_path / "back", precision="fp8")
     assert any("16 of 16 weights have the same codes" in note for note in notes)
     assert_same_bits(

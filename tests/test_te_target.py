@@ -225,7 +225,7 @@ def test_an_expert_without_tokens_casts_as_the_largest_of_the_others(tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"scheme": "dynamic"}, "dynamic has none"),
+        ({"scheme": "dynamic"}, "has no scheme dynamic"),
         ({"kv_cache": "fp8"}, "do not apply"),
         ({"ranks": 2}, "do not apply"),
     ],
