@@ -1,5 +1,6 @@
 """NeMo 1's checkpoints, packed and unpacked, become the model that they were made of."""
 
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +167,73 @@ def test_missing_ranks_and_pieces_are_named(tmp_path: Path) -> None:
     (zarr / "model_weights" / "model.output_layer.weight" / "0.0").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"output_layer\.weight/0\.0 is missing"):
         open_checkpoint(zarr)
+
+
+def halve_shape_and_pieces(tensor: Path) -> None:
+    about = json.loads((tensor / ".zarray").read_bytes())
+    about["shape"][0] //= 2
+    about["chunks"][0] //= 2
+    (tensor / ".zarray").write_text(json.dumps(about))
+    stored = (tensor / "0.0").read_bytes()
+    (tensor / "0.0").write_bytes(stored[: len(stored) // 2])
+    (tensor / "1.0").write_bytes(stored[len(stored) // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (halve_shape_and_pieces, r"word_embeddings\.weight/1\.0"),
+        (lambda tensor: (tensor / ".zarray").unlink(), r"word_embeddings\.weight/0\.0"),
+    ],
+)
+def test_a_stored_piece_that_no_tensor_has_is_never_left_out(
+    tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
+    nemo_files.write_config(tmp_path, nemo_files.FIELDS)
+    weights = tmp_path / "model_weights"
+    nemo_files.write_zarr(weights, nemo_files.STATE)
+    extra = weights / "model.decoder.layers.mlp.linear_fc1._extra_state"
+    extra.mkdir()
+    for known in (weights / "common.pt", weights / ".zgroup", extra / "shard_0_1.pt"):
+        known.touch()
+    open_checkpoint(tmp_path)
+    harm(weights / "model.embedding.word_embeddings.weight")
+    with pytest.raises(DamagedCheckpoint, match=f"{said}.* belongs to no tensor"):
+        open_checkpoint(tmp_path)
+
+
+def test_two_models_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
+    nemo_files.write_config(tmp_path, nemo_files.FIELDS)
+    in_zarr(tmp_path, nemo_files.STATE)
+    in_ckpt(tmp_path, nemo_files.STATE)
+    with pytest.raises(DamagedCheckpoint, match=r"two models, in model_weights/ and model_weights\.ckpt"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("write", [in_torch_dist, in_zarr])
+def test_weights_given_without_their_config_lead_to_the_directory_above(tmp_path: Path, write: Write) -> None:
+    nemo_files.write_config(tmp_path, nemo_files.FIELDS)
+    write(tmp_path, nemo_files.STATE)
+    with pytest.raises(UnknownFormat, match=r"without its model_config\.yaml") as refused:
+        open_checkpoint(tmp_path / "model_weights")
+    assert str(tmp_path) in refused.value.do
+
+
+def test_no_member_of_an_archive_hides_from_us(tmp_path: Path) -> None:
+    """In the bytes of a directory, behind the mark of the end, or behind half of it."""
+    folder = tmp_path / "nemo"
+    nemo_files.write_config(folder, nemo_files.FIELDS)
+    in_ckpt(folder, nemo_files.STATE)
+    whole = nemo_files.pack(folder, tmp_path / "model.nemo").read_bytes()
+    with tarfile.open(tmp_path / "model.nemo") as tar:
+        end = max(-(-(one.offset_data + one.size) // 512) * 512 for one in tar)
+    member, directory = tarfile.TarInfo("hidden"), tarfile.TarInfo("directory")
+    directory.type, directory.size = tarfile.DIRTYPE, 512
+    for hiding in (
+        directory.tobuf() + member.tobuf() + whole,
+        whole + member.tobuf() + bytes(1024),
+        whole[:end] + bytes(512) + member.tobuf() + bytes(1024),
+    ):
+        (tmp_path / "model.nemo").write_bytes(hiding)
+        with pytest.raises(DamagedCheckpoint, match="not a tar as NeMo writes it"):
+            open_checkpoint(tmp_path / "model.nemo")

@@ -61,8 +61,8 @@ backend_option = click.option(
 @click.option(
     "--data",
     type=DATA,
-    help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, or hf://datasets/ORG/NAME:SPLIT. Rows with `messages` "
-    "mean SFT.",
+    help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, DIRECTORY:SPLIT, or hf://datasets/ORG/NAME:SPLIT. "
+    "Rows with `messages` mean SFT.",
 )
 @click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there continues.")
 @click.option("--recipe", help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")

@@ -20,6 +20,8 @@ _BLOCK = tarfile.BLOCKSIZE
 _MOST_FILES = 1 << 18
 _LONGEST = 1 << 14
 """Bytes of an extended header: a name, a size and times."""
+_LONGEST_END = 1 << 20
+"""Bytes of the zeros behind all entries, which fill the last record."""
 _LARGEST = 4 << 20
 """Bytes of a file that is text."""
 _GZIP = b"\x1f\x8b"
@@ -63,6 +65,8 @@ def _entries(path: Path) -> Files:
             if len(header) < _BLOCK:
                 raise ValueError("it ends without the mark of an end")
             if not any(header):
+                if file.read(_LONGEST_END).strip(b"\0") or file.read(1):
+                    raise ValueError("there is more behind the mark of its end")
                 return found
             entry = tarfile.TarInfo.frombuf(header, "utf-8", "replace")
             length, begin = int(extended.get("size", entry.size)), at + _BLOCK
@@ -78,6 +82,8 @@ def _entries(path: Path) -> Files:
                 continue
             name, extended = extended.get("path", entry.name), {}
             if entry.type == tarfile.DIRTYPE:
+                if length:  # other programs take what follows for the next entry
+                    raise ValueError(f"a directory {shown(name)} of {length} bytes")
                 continue
             if entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 kind = "a link" if entry.type in (tarfile.SYMTYPE, tarfile.LNKTYPE) else "no plain file"

@@ -8,6 +8,7 @@ There is no optimizer. The tokenizer's files have names of NeMo's own, and are n
 
 import argparse
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -36,10 +37,15 @@ _PREFIX = re.compile(r"^model\.(?:module\.)?")
 
 def recognise(path: Path) -> bool:
     """Whether `path` is a `.nemo`, or has a configuration and weights of NeMo's."""
-    if path.suffix == ".nemo" and path.is_file():
+    if (path.suffix == ".nemo" and path.is_file()) or _is_weights(path):
         return True
     weights = (_SHARDED, _STATE, f"mp_rank_*/{_STATE}", f"tp_rank_*/{_STATE}")
     return (path / _CONFIG).is_file() and any(any(path.glob(pattern)) for pattern in weights)
+
+
+def _is_weights(path: Path) -> bool:
+    """Whether `path` is the `model_weights/` inside a directory of NeMo's."""
+    return path.name == _SHARDED and path.is_dir() and (path.parent / _CONFIG).is_file()
 
 
 class _Nemo(MegatronDirectory):
@@ -151,7 +157,14 @@ def _state(span: Span) -> Mapping[str, Any]:
 
 def open_nemo(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:
     """A Reader for NeMo's checkpoint at `path`. Raises as `files_of` and the Readers do."""
+    if _is_weights(path):
+        what = f"the weights of a NeMo checkpoint without its {_CONFIG}"
+        raise UnknownFormat(what, where=path, do=f"Give the directory above: {shlex.quote(str(path.parent))}.")
     files = files_of(path)
+    if of_ranks := [name for name in files if _RANK.fullmatch(name)]:
+        if any(name.startswith(f"{_SHARDED}/") for name in files):
+            what = f"two models, in {_SHARDED}/ and {of_ranks[0]}"
+            raise DamagedCheckpoint(what, where=path, do="Which is meant? Leave the other out.")
     return (NemoSharded if f"{_SHARDED}/{MARKER}" in files else NemoRanks)(path, files, hints)
 
 

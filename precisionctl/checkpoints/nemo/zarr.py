@@ -7,6 +7,7 @@ piece, named after its place in the grid (zarr version 2). megatron-core compres
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 
 from precisionctl.checkpoints.companions import parse_json
@@ -26,16 +27,25 @@ _DTYPES = {
     "<i8": DType.int64,
     "|u1": DType.uint8,
 }
+_OF_NO_TENSOR = re.compile(r"metadata\.json|common\.pt|(?:.*/)?\.z(?:group|attrs|metadata)|.+/shard_[^/]+\.pt")
+"""Files beside the tensors: megatron-core's own, zarr's descriptions, and objects, such as the state of FP8."""
 
 
 def tensors_of(files: Files, folder: str) -> dict[str, DcpTensor]:
     """The tensors in a folder by key. Unlike DCP's, the spans of their pieces are elements, in no archive.
 
-    Raises DamagedCheckpoint for other arrays than megatron-core writes, and for pieces that are missing or of another
-    size.
+    Raises DamagedCheckpoint for other arrays than megatron-core writes, for pieces that are missing or of another size,
+    and for files that belong to no tensor: they may be what a wrong `.zarray` leaves out.
     """
-    keys = [name.removesuffix(_ABOUT) for name in files if name.startswith(f"{folder}/") and name.endswith(_ABOUT)]
-    return {key.removeprefix(f"{folder}/"): _tensor(files, key) for key in keys}
+    inside = {name.removeprefix(f"{folder}/"): span for name, span in files.items() if name.startswith(f"{folder}/")}
+    keys = [name.removesuffix(_ABOUT) for name in inside if name.endswith(_ABOUT)]
+    tensors = {key: _tensor(files, f"{folder}/{key}") for key in keys}
+    read = {piece.span for tensor in tensors.values() for piece in tensor.pieces}
+    for name, span in inside.items():
+        if not (span in read or name.endswith(_ABOUT) or _OF_NO_TENSOR.fullmatch(name)):
+            what = f"{shown(name)} belongs to no tensor that a .zarray describes"
+            raise DamagedCheckpoint(what, where=span.path, do="Is the copy whole? Remove what does not belong to it.")
+    return tensors
 
 
 def _tensor(files: Files, key: str) -> DcpTensor:

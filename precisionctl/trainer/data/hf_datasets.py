@@ -16,6 +16,7 @@ from precisionctl.errors import DataError, EnvironmentProblem, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
 from precisionctl.trainer.data.store import remembered
+from precisionctl.untrusted.safe_files import leads_out
 
 HUB = "hf://datasets/"
 
@@ -45,7 +46,9 @@ class HfDataset:
             if found := _OF_HUB.fullmatch(text):
                 return HfDataset(found["place"], found["revision"], found["config"], found["split"] or "train")
             raise DataError(
-                "not the name of a data set", where=text, do=f"Write {HUB}ORG/NAME[@REVISION][:[CONFIG:]SPLIT]."
+                "not the name of a data set",
+                where=text,
+                do=f"Write {HUB}ORG/NAME[@REVISION][:[CONFIG:]SPLIT], or DIRECTORY:[CONFIG:]SPLIT for what is here.",
             )
         found = _OF_DIRECTORY.fullmatch(text)
         if found and not os.path.lexists(text) and os.path.isdir(found["place"]):
@@ -100,18 +103,20 @@ class HfDataset:
     def _builder(self) -> Any:
         from datasets import load_dataset_builder
 
-        return load_dataset_builder(self.place, self.config, revision=self.revision)
+        place = self.place if self.on_hub else os.path.realpath(self.place)  # `.` has no name
+        return load_dataset_builder(place, self.config, revision=self.revision)
 
     def _check(self, builder: Any) -> None:
-        """Raise DataError for files that are no rows, and for those that a directory's card takes from elsewhere (for
-        the Hub's the library does)."""
+        """Raise DataError for files that are no rows, and for those that a directory's card or links take from
+        elsewhere (for the Hub's the library does)."""
         if builder.name not in _BUILDERS:
             do = f"Formats that are read: {', '.join(_BUILDERS)}."
             raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)
-        home = os.path.abspath(self.place) + os.sep
+        if self.on_hub:
+            return
         for file in chain.from_iterable(builder.config.data_files.values()):
-            if not (self.on_hub or os.path.abspath(file).startswith(home)):
-                raise DataError(f"its card names a file from elsewhere: {file}", where=self)
+            if "://" in file or leads_out(Path(file), Path(self.place)):
+                raise DataError(f"its card names a file from elsewhere, or a link leads there: {file}", where=self)
 
     @contextmanager
     def _in_our_words(self) -> Iterator[None]:
