@@ -207,7 +207,11 @@ def test_a_folder_of_another_program_is_left_alone(place: Path) -> None:
 
 def test_data_without_a_token_and_data_that_is_not_there_are_refused(place: Path) -> None:
     (place / "none.jsonl").write_text("")
+    (place / "broken.jsonl").write_text('{"text": "a"}\n{')
     with pytest.raises(DataError, match="nothing to tokenize"):
         made(place, "x", data="none.jsonl")
+    with pytest.raises(DataError, match="JSON"):
+        made(place, "x", data="broken.jsonl")
     with pytest.raises(DataError, match="no such file or directory"):
         made(place, "y", data="nowhere.jsonl")
+    assert not list(place.glob("*.partial"))

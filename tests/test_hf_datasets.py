@@ -61,8 +61,9 @@ def test_a_path_with_a_colon_is_a_path_and_half_a_name_is_refused(tmp_path: Path
     assert HfDataset.read(f"{tmp_path}/texts:train") == HfDataset(f"{tmp_path}/texts", None, None, "train")
     (tmp_path / "texts:train").write_text("a b")
     assert HfDataset.read(f"{tmp_path}/texts:train") is None
-    with pytest.raises(DataError, match="not the name of a data set"):
-        HfDataset.read("hf://datasets/words")
+    with pytest.raises(DataError, match="not the name of a data set") as refused:
+        HfDataset.read("hf://datasets/words:train")
+    assert "DIRECTORY:" in refused.value.do
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,29 @@ def test_what_cannot_be_read_is_said(client: LocalHub, data: str, says: str) -> 
 def test_a_directory_s_card_reaches_no_file_outside_of_it(hub: LocalHub) -> None:
     with pytest.raises(DataError, match="its card names a file from elsewhere"):
         rows_of(f"{hub.folder / 'datasets/org/words'}:elsewhere:train")
+
+
+def test_links_lead_out_of_no_directory_but_to_the_blobs_of_its_own_cache(hub: LocalHub, tmp_path: Path) -> None:
+    cached = tmp_path / "datasets--org--words"
+    snapshot, blob = cached / "snapshots" / COMMIT, cached / "blobs" / "1f"
+    for file in (snapshot / "train.txt", blob):
+        file.parent.mkdir(parents=True)
+    blob.write_text("a b c " * 9)
+    (snapshot / "train.txt").symlink_to("../../blobs/1f")
+    assert len(rows_of(f"{snapshot}:train"))
+    (tmp_path / "secret.txt").write_text("a b c")
+    (snapshot / "train.txt").unlink()
+    (snapshot / "train.txt").symlink_to("../../../secret.txt")
+    with pytest.raises(DataError, match="from elsewhere, or a link leads there"):
+        rows_of(f"{snapshot}:train")
+
+
+def test_the_directory_where_one_is_has_splits_too(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "train.jsonl", TEXTS)
+    monkeypatch.chdir(tmp_path)
+    assert rows_of(".:train").fingerprint == rows_of(tmp_path / "train.jsonl").fingerprint
 
 
 def test_files_that_are_no_rows_and_scripts_are_refused(hub: LocalHub, tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ import nemo_files
 import pico
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.cli import main
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -105,6 +109,15 @@ def test_the_reference_says_how_far_the_vocabulary_is_padded(tmp_path: Path) -> 
     path = nemo_files.pack(unpacked(tmp_path, "mistral", in_torch_dist, rows=256), tmp_path / "model.nemo")
     conversions.run(path, tmp_path / "out", "hf", reference=tmp_path / "hf", workers=1)
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].shape[0] == 250
+
+
+def test_without_a_reference_convert_and_verify_say_that_padding_counts_as_vocabulary(tmp_path: Path) -> None:
+    path = unpacked(tmp_path, "mistral", in_torch_dist, rows=256)
+    said = "all 256 rows are taken for tokens, also any that pad it. --reference HF_DIR tells them apart"
+    assert [note for note in plan_command(Request(path, tmp_path / "out", "hf")).notes if said in note]
+    assert said in CliRunner().invoke(main, ["verify", str(path), str(tmp_path / "hf")]).stdout
+    given = plan_command(Request(path, tmp_path / "out", "hf", reference=tmp_path / "hf"))
+    assert not [note for note in given.notes if "pad it" in note]
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])

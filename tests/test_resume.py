@@ -376,6 +376,14 @@ def test_masters_keep_the_source_s_fp32_values_where_the_model_rounds_them(place
     assert torch.equal(read_tensor(optimizer, f"optimizer.state.param.{name}"), source)
 
 
+def test_refused_data_leaves_no_folder_of_a_run(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("{")
+    for data in (tmp_path / "nowhere.txt", tmp_path / "data.jsonl"):
+        with pytest.raises(DataError):
+            run(settings(place / "source", data, tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+
+
 def test_two_processes_never_write_into_one_run(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()

@@ -1,6 +1,7 @@
 """Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval and doctor."""
 
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,6 +162,7 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
+    from precisionctl.commands.notes import vocabulary_notes
     from precisionctl.commands.source import open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
@@ -174,7 +176,9 @@ def compare_checkpoints(
         print_json(comparison.as_json())
     else:
         console.show_tables(report.tables(comparison))
-        console.show_lines([report.verdict(comparison)])
+        other_rows = any(tensor.status == "shape" for tensor in comparison.tensors)
+        advice = chain.from_iterable(map(vocabulary_notes, (left, right))) if other_rows else ()
+        console.show_lines([report.verdict(comparison), *advice])
     return comparison.equal
 
 

@@ -176,6 +176,15 @@ def missing_notes(reader: Reader) -> Iterator[str]:
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
 
 
+def vocabulary_notes(reader: Reader) -> Iterator[str]:
+    """A note that nothing tells the rows of a Megatron source's vocabulary from those that pad it."""
+    if of_megatron(reader) and "config.json" not in reader.companions.files and not reader.args.get("vocab_size"):
+        yield (
+            f"{reader.path} does not say how many tokens its vocabulary has: all {reader.model.vocab_size} rows are "
+            "taken for tokens, also any that pad it. --reference HF_DIR tells them apart."
+        )
+
+
 def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
     """A note that the vocabulary of a Megatron source is padded to another size for a Megatron target."""
     if before.padded_vocab_size != after.padded_vocab_size:

@@ -22,6 +22,7 @@ from precisionctl.commands.notes import (
     stage_notes,
     state_notes,
     tower_notes,
+    vocabulary_notes,
 )
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
@@ -66,6 +67,7 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from companion_notes(reader)
     if request.to == "hf" and (of_megatron(reader) or of_trainer(reader)):
         yield from missing_notes(reader)
+        yield from vocabulary_notes(reader)
     if request.to == "megatron":
         yield from tower_notes(plan)
     if of_megatron(reader):

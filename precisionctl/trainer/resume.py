@@ -1,6 +1,7 @@
 """`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,7 @@ from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import outdated_words
-from precisionctl.errors import OutputError
+from precisionctl.errors import OutputError, PrecisionctlError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.recipe import Data, Recipe
@@ -104,16 +105,23 @@ def resume(
 
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
-    """Create and lock the run's folder, on the first rank: two runs must not write into one folder."""
+    """Create and lock the run's folder, on the first rank: two runs must not write into one folder. A new one in which
+    nothing was done but locking is removed, where no other rank may be writing into it."""
     if not world.first:
         world.barrier()
         yield
         return
+    new = world.count == 1 and not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     with open_kept(out / "run.lock") as file:
         lock(file, OutputError("another process is training there", where=out, do="Wait for it, or stop it."))
         world.barrier()
-        yield
+        try:
+            yield
+        except PrecisionctlError:
+            if new and all(inside.is_dir() or inside.suffix == ".lock" for inside in out.rglob("*")):
+                shutil.rmtree(out)
+            raise
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,16 @@ def make_corpus(
             )
             tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
             begun = Corpus(key_of(source.identity, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
-            made = _begin(partial, out, begun)
-            if not made.written:
-                made = _write(partial, made, _told(source.records(), on_text), tokenizers)
-            if not made.signal:
-                _finish(partial, out, made)
+            try:
+                made = _begin(partial, out, begun)
+                if not made.written:
+                    made = _write(partial, made, _told(source.records(), on_text), tokenizers)
+                if not made.signal:
+                    _finish(partial, out, made)
+            except DataError:
+                if not ((noted := _noted(partial)) and noted.tokens):  # there is nothing to go on from
+                    shutil.rmtree(partial)
+                raise
         return made
 
 
@@ -193,7 +198,6 @@ def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequ
 def _finish(partial: Path, out: Path, made: Corpus) -> None:
     """Write the index, and give all files their names."""
     if not made.tokens:
-        shutil.rmtree(partial)
         raise DataError("nothing to tokenize", where=out)
     if not made.written:
         write_index(partial / IDX, np.memmap(partial / _LENGTHS, "<i4", "r"), made.code)

@@ -156,7 +156,12 @@ def _make(folder: Path, build: Callable[[Path], About]) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a kill
     partial.mkdir()
-    (partial / ABOUT).write_text(json.dumps(asdict(build(partial)), indent=1))
+    try:
+        about = build(partial)
+    except DataError:
+        shutil.rmtree(partial)
+        raise
+    (partial / ABOUT).write_text(json.dumps(asdict(about), indent=1))
     for file in partial.iterdir():
         with open(file, "rb") as written:
             os.fsync(written)
