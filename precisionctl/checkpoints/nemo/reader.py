@@ -159,7 +159,9 @@ def open_nemo(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS)
     """A Reader for NeMo's checkpoint at `path`. Raises as `files_of` and the Readers do."""
     if _is_weights(path):
         what = f"the weights of a NeMo checkpoint without its {_CONFIG}"
-        raise UnknownFormat(what, where=path, do=f"Give the directory above: {shlex.quote(str(path.parent))}.")
+        raise UnknownFormat(
+            what, where=path, do=f"Give the directory above, {shlex.quote(str(path.absolute().parent))}"
+        )
     files = files_of(path)
     if of_ranks := [name for name in files if _RANK.fullmatch(name)]:
         if any(name.startswith(f"{_SHARDED}/") for name in files):

@@ -115,7 +115,7 @@ class HfDataset:
         if self.on_hub:
             return
         for file in chain.from_iterable(builder.config.data_files.values()):
-            if "://" in file or leads_out(Path(file), Path(self.place)):
+            if "::" in file or "://" in file or leads_out(Path(file), Path(self.place)):
                 raise DataError(f"its card names a file from elsewhere, or a link leads there: {file}", where=self)
 
     @contextmanager
