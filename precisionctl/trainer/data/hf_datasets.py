@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from precisionctl.errors import DataError, EnvironmentProblem, require_package
+from precisionctl.checkpoints.hub import unreachable
+from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
 from precisionctl.trainer.data.store import remembered
@@ -103,7 +104,7 @@ class HfDataset:
     def _builder(self) -> Any:
         from datasets import load_dataset_builder
 
-        place = self.place if self.on_hub else os.path.realpath(self.place)  # `.` has no name
+        place = self.place if self.on_hub else os.path.abspath(self.place)  # of `.` the library knows no name
         return load_dataset_builder(place, self.config, revision=self.revision)
 
     def _check(self, builder: Any) -> None:
@@ -115,18 +116,21 @@ class HfDataset:
         if self.on_hub:
             return
         for file in chain.from_iterable(builder.config.data_files.values()):
+            # an address, also `zip://member::archive`, is no path: it would seem to be one below the current directory
             if "::" in file or "://" in file or leads_out(Path(file), Path(self.place)):
-                raise DataError(f"its card names a file from elsewhere, or a link leads there: {file}", where=self)
+                do = "Give a directory that has its files in it."
+                raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
 
     @contextmanager
     def _in_our_words(self) -> Iterator[None]:
         try:
             yield
-        except (ConnectionError, TimeoutError) as error:
-            repo = self.place.removeprefix(HUB)
-            do = f"Try again, or give a copy, as DIR:SPLIT: `hf download --repo-type dataset {repo} --local-dir DIR`."
-            raise EnvironmentProblem(f"the Hub cannot be reached: {error}", where=self, do=do) from error
-        except (DataError, EnvironmentProblem):
+        except PrecisionctlError:
             raise
         except Exception as error:  # the library raises anything, also what pyarrow, pandas and the Hub's client do
-            raise DataError(f"`datasets` cannot read it: {error or type(error).__name__}", where=self) from error
+            what = str(error) or type(error).__name__
+            if not unreachable(error):
+                raise DataError(f"`datasets` cannot read it: {what}", where=self) from error
+            repo = self.place.removeprefix(HUB)
+            do = f"Try again, or give a copy, as DIR:SPLIT: `hf download --repo-type dataset {repo} --local-dir DIR`."
+            raise EnvironmentProblem(f"the Hub cannot be reached: {what}", where=self, do=do) from error
