@@ -4,6 +4,7 @@ import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -185,6 +186,7 @@ def test_of_a_server_without_ranges_no_more_is_taken_than_headers(
         (b"\xff" * 8, "not a safetensors file"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "not a safetensors file"),
         ((1 << 20).to_bytes(8, "little") + b"{}", "the file ends in its header"),
+        ((3).to_bytes(8, "little") + b"abc", "the header makes no sense"),
     ],
 )
 def test_headers_that_are_none_are_refused_and_leave_nothing(
@@ -361,6 +363,13 @@ def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_
     with monkeypatch.context() as ours:
         ours.setattr(hub_module, "needed", raises(TypeError("of ours")))
         with pytest.raises(TypeError, match="of ours"):
+            api.download("org/model")
+    for strange in ({"rfilename": 5}, {"rfilename": "config.json", "sha": 5}):
+        answer = SimpleNamespace(
+            sha=strange.get("sha", "0" * 40), siblings=[SimpleNamespace(size=1, rfilename=strange["rfilename"])]
+        )
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, answer=answer, **__: answer)
+        with pytest.raises(EnvironmentProblem, match="has no name"):
             api.download("org/model")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
     with pytest.raises(EnvironmentProblem, match="the server's answer is not one that the Hub gives: no JSON"):

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +139,10 @@ class HubName:
             with self._answered():
                 info = HfApi().model_info(self.repo, revision=self.revision, files_metadata=True)
             commit = info.sha or ""
-            if not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes the name of a directory
+            if not (isinstance(commit, str) and re.fullmatch("[0-9a-f]{40}", commit)):  # it names a directory
                 raise self._not_the_hub("its commit has no name")
+            if not all(isinstance(each.rfilename, str) for each in info.siblings or ()):
+                raise self._not_the_hub("a file has no name")
             if several:
                 self._check_pinned(commit)
             sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
@@ -177,6 +178,8 @@ class HubName:
     def _with_headers(self, snapshot: Path, names: Sequence[str], lengths: Mapping[str, int]) -> Path:
         """A directory with these files of a snapshot, and the headers of files of these lengths. Raises
         DamagedCheckpoint where a header cannot be one."""
+        from precisionctl.checkpoints.safetensors_file import read_header  # takes NumPy with it
+
         target = self._headers_at(snapshot.name)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-", ignore_cleanup_errors=True) as folder:
             made = Path(folder) / snapshot.name
@@ -196,6 +199,11 @@ class HubName:
                             raise DamagedCheckpoint(what, where=self)
                         (made / name).write_bytes(header)
             (made / LENGTHS).write_text(json.dumps(lengths))
+            for name in weights:
+                try:
+                    read_header(made / name)  # a bad answer must not stay
+                except DamagedCheckpoint as error:
+                    raise DamagedCheckpoint(error.what, where=f"{self}, {name}", do=_CUT_OFF) from error
             try:
                 made.rename(target)
             except OSError:
@@ -217,8 +225,7 @@ class HubName:
         if length > len(found):
             found = _first_bytes(url, length)
         if length > len(found):
-            do = "Try again: a server or a proxy may have cut it off."
-            raise DamagedCheckpoint("the file ends in its header", where=f"{self}, {name}", do=do)
+            raise DamagedCheckpoint("the file ends in its header", where=f"{self}, {name}", do=_CUT_OFF)
         return found[:length]
 
     def _check_pinned(self, commit: str) -> None:
@@ -234,9 +241,13 @@ class HubName:
     @contextmanager
     def _answered(self) -> Iterator[None]:
         """A call of the client. If it cannot read the answer, the server is not the Hub. Raises EnvironmentProblem."""
+        from huggingface_hub.errors import HFValidationError
+
         try:
             yield
-        except (TypeError, AssertionError, JSONDecodeError) as error:
+        except HFValidationError:
+            raise
+        except (TypeError, AssertionError, ValueError) as error:
             raise self._not_the_hub(str(error)) from error
 
     def _not_the_hub(self, why: str) -> EnvironmentProblem:
@@ -277,6 +288,9 @@ class HubName:
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = f"the Hub refused the download ({status})" if status else f"the download failed: {error}"
         return EnvironmentProblem(what, where=self, do="Try again: what is downloaded is kept.")
+
+
+_CUT_OFF = "Try again: a server or a proxy may have cut it off."
 
 
 def unreachable(error: BaseException) -> bool:
