@@ -17,7 +17,6 @@ from typing import IO
 
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
-
 _TOKEN = ".unfinished"
 
 

@@ -133,7 +133,7 @@ def adapter_notes(reader: Reader) -> Iterator[str]:
             f"Of the base's {len(reader.base.specs)} tensors the adapter changes {changed} and replaces {replaced}; "
             "the others are the base's."
         )
-        if reader.named_base is not None:
+        if reader.named_base:
             yield f"The adapter names {shown(reader.named_base)} as its base; nothing here proves that this is it."
 
 

@@ -76,8 +76,8 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
         left = ", ".join(run.left)
         yield f"Not carried over from the run, as it belongs to ranks or to Megatron's own classes: {left}."
     if source.trained and of_megatron(source.trained) and request.container in STATE_DICTS:
-        left = (*(() if request.container == TORCHTITAN else ("the schedule of learning rates",)), *OF_THE_LOOP)
-        yield f"Not carried over from the run: {', '.join(left)}."
+        schedule = "" if request.container == TORCHTITAN else "the schedule of learning rates, "
+        yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
     if request.container == TORCHTITAN:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
     if source.trained and request.container == "torch":

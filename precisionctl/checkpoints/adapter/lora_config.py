@@ -151,7 +151,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
     base = config.get("base_model_name_or_path")
-    named = base if isinstance(base, str) and base else None
+    named = base if isinstance(base, str) else None
     return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, named)
 
 
