@@ -150,9 +150,9 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
     modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    base = config.get("base_model_name_or_path")
-    named = base if isinstance(base, str) else None
-    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, named)
+    said = config.get("base_model_name_or_path")
+    base = said if isinstance(said, str) else None
+    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
