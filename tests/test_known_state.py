@@ -139,7 +139,7 @@ def test_static_is_refused_and_names_modules_and_the_command_that_helps(edited: 
     with pytest.raises(MissingFp8State) as caught:
         export(edited, scheme="static")
     assert "recorded with other weights" in caught.value.what
-    assert "8 modules, e.g. of `decoder.layers.0.self_attention.linear_qkv`" in caught.value.what
+    assert "8 modules, e.g. `decoder.layers.0.self_attention.linear_qkv`" in caught.value.what
     assert "precisionctl calibrate" in caught.value.do
 
 

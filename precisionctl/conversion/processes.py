@@ -6,9 +6,11 @@ threads encoded no faster than one.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 import warnings
 from collections import deque
@@ -16,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import TypeVar
 
 from precisionctl.errors import OutputError
@@ -49,7 +52,7 @@ def in_processes(
                 process, share = children[connection]
                 try:
                     message = connection.recv()
-                except (EOFError, ConnectionError):
+                except (EOFError, OSError):  # the latter if it was killed in the middle of sending
                     del children[connection]
                     _check_exit(process)
                     continue
@@ -60,7 +63,8 @@ def in_processes(
                 yield items[number], result
     finally:
         for process, _ in children.values():
-            process.terminate()
+            process.kill()  # SIGTERM is lost if a worker that has just been forked inherited a handler for it
+        for process, _ in children.values():
             process.join()
 
 
@@ -102,16 +106,26 @@ def _child(task: Callable[[Item], T], items: Sequence[Item], parent: Connection,
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout = sys.stderr = io.StringIO()  # the parent's may have a lock that a thread of its held at the fork
     code = 1  # unless all items are done
     try:
         while (number := parent.recv()) is not None:
             parent.send((number, task(items[number])))
         code = 0
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        parent.send(error)
+        parent.send(_that_pickles(error))
     finally:
         os._exit(code)
+
+
+def _that_pickles(error: Exception) -> Exception:
+    """An error with its traceback as a note; or one that says the same, if it does not come through a pipe."""
+    error.add_note(traceback.format_exc())
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
 
 
 def _check_exit(process: BaseProcess) -> None:
