@@ -7,10 +7,13 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import conversions
+import numpy as np
 import pico
 import pytest
 import torch
@@ -19,7 +22,11 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from precisionctl.checkpoints.adapter.bridge import _Picked
+from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError
+from precisionctl.param import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -128,3 +135,27 @@ def test_an_adapter_without_its_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "iter_0000007" / "run_config.yaml").unlink()
     with pytest.raises(PrecisionctlError, match=r"run_config\.yaml"):
         conversions.run(tmp_path / "adapter", tmp_path / "out", "hf", reference=GOLDEN / "base")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A tensor that counts the rows that are read of it."""
+
+    tensor: Tensor
+    read: list[int]
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        self.read.append(rows)
+        return self.tensor[row : row + rows]
+
+
+def test_a_factor_that_is_read_in_pieces_is_not_read_whole_for_each(tmp_path: Path) -> None:
+    """In the order of keys in linear_qkv: two queries, a key and a value of 16 rows each, in turn."""
+    tensor = torch.randn(64 * 64, 4)
+    counted = Counted(tensor, [])
+    order = np.arange(len(tensor)).reshape(-1, 4, 16)[:, 2].flatten()
+    spec = TensorSpec((len(tensor), 4), DType.float32)
+    stored = SimpleNamespace(specs={"b": spec}, chunks=lambda _: [Chunk(whole(spec), counted)])
+    picked = _Picked(stored, "b", order)
+    found = torch.cat([picked.rows(row, 64) for row in range(0, len(order), 64)])
+    assert found.equal(tensor[torch.from_numpy(order)]) and sum(counted.read) <= len(tensor)

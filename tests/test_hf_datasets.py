@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import huggingface_hub
 import local_hub
@@ -161,9 +162,26 @@ def test_what_cannot_be_read_is_said(client: LocalHub, data: str, says: str) -> 
         rows_of(data)
 
 
-def test_a_directory_s_card_reaches_no_file_outside_of_it(hub: LocalHub) -> None:
-    with pytest.raises(DataError, match="its card names a file from elsewhere"):
-        rows_of(f"{hub.folder / 'datasets/org/words'}:elsewhere:train")
+@pytest.mark.parametrize("named", ["SECRETS/s.txt", "../secrets/s.txt", "zip://s.txt::SECRETS/s.zip", "linked.txt"])
+def test_a_directory_s_card_and_links_reach_no_file_outside_of_it(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    secrets, place = tmp_path / "secrets", tmp_path / "place"
+    secrets.mkdir()
+    place.mkdir()
+    (secrets / "s.txt").write_text("a b")
+    with ZipFile(secrets / "s.zip", "w") as archive:
+        archive.writestr("s.txt", "a b")
+    (place / "linked.txt").symlink_to(secrets / "s.txt")
+    card = "---\nconfigs:\n- {config_name: default, data_files: [{split: train, path: 'NAMED'}]}\n---\n"
+    (place / "README.md").write_text(card.replace("NAMED", named.replace("SECRETS", str(secrets))))
+    monkeypatch.chdir(place)  # where an address seems to be a path below the directory
+    for named_as in (place, "."):
+        with pytest.raises(DataError, match="its card or a link names a file from elsewhere"):
+            rows_of(f"{named_as}:train")
+    (place / "README.md").write_text(card.replace("NAMED", "own.txt"))
+    (place / "own.txt").write_text("a b " * 9)
+    assert rows_of(".:train").fingerprint == rows_of(f"{place}:train").fingerprint
 
 
 def test_files_that_are_no_rows_and_scripts_are_refused(hub: LocalHub, tmp_path: Path) -> None:
@@ -182,6 +200,38 @@ def test_without_a_network_the_way_over_a_copy_is_named(client: LocalHub, monkey
     with pytest.raises(EnvironmentProblem, match="the Hub cannot be reached") as raised:
         rows_of(NAME)
     assert "hf download --repo-type dataset org/words" in str(raised.value.do)
+
+
+def test_a_stream_that_the_network_drops_is_not_told_as_bad_data(
+    client: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = pytest.importorskip("requests")
+
+    def answered(status: int) -> Exception:
+        answer = requests.Response()
+        answer.status_code = status
+        return requests.HTTPError("of a server", response=answer)  # type: ignore[no-any-return]
+
+    def told(error: Exception, **cause: Exception) -> type[Exception]:
+        def dropped(*_: Any, **__: Any) -> None:
+            raise error from cause.get("by")
+
+        monkeypatch.setattr("datasets.load_dataset_builder", dropped)
+        with pytest.raises((DataError, EnvironmentProblem), match=str(error) or type(error).__name__) as raised:
+            rows_of(NAME)
+        return raised.type
+
+    of_aiohttp = type("ClientPayloadError", (Exception,), {"__module__": "aiohttp.client_exceptions"})
+    for error in (
+        requests.ConnectionError("dropped"),
+        requests.exceptions.ChunkedEncodingError("dropped"),
+        huggingface_hub.errors.HTTPError("dropped"),  # type: ignore[attr-defined]
+        of_aiohttp(),
+        answered(503),
+    ):
+        assert told(error) is told(ValueError("of a reader"), by=error) is EnvironmentProblem
+    for error in (answered(404), OSError("of a file")):
+        assert told(error) is told(ValueError("of a reader"), by=error) is DataError
 
 
 def test_a_saved_data_set_without_a_split_is_told_to_have_splits(hub: LocalHub) -> None:

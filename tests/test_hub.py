@@ -178,21 +178,41 @@ def test_of_a_server_without_ranges_no_more_is_taken_than_headers(
         assert file.stat().st_size == min(each.offset for each in read_header(file).values())
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little") + b"{}"])
-def test_headers_that_are_none_are_refused_and_leave_nothing(hub: LocalHub, tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (b"", "not a safetensors file"),
+        (b"\xff" * 8, "not a safetensors file"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "the file ends in its header"),
+    ],
+)
+def test_headers_that_are_none_are_refused_and_leave_nothing(
+    hub: LocalHub, tmp_path: Path, damage: bytes, what: str
+) -> None:
     broken = hub.folder / "org" / "broken"
     broken.mkdir(exist_ok=True)
     (broken / "config.json").write_text("{}")
     (broken / "model.safetensors").write_bytes(damage)
-    with pytest.raises(DamagedCheckpoint, match="not a safetensors file"):
+    with pytest.raises(DamagedCheckpoint, match=what):
         HubName("org/broken").download(headers=True)
     assert not list((tmp_path / "assets/precisionctl/headers").rglob("*.json"))
 
 
-def test_headers_of_all_files_together_are_bounded(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "LARGEST", 1000)
-    with pytest.raises(DamagedCheckpoint, match="headers of more than"):
-        HubName("org/model").download(headers=True)
+def test_headers_of_all_files_together_are_bounded_and_after_too_many_no_more_are_asked_for(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"model-{number:05}-of-00024.safetensors" for number in range(1, 25)]
+    (hub.folder / "org" / "alone").mkdir()
+    for name in names:
+        (hub.folder / "org" / "alone" / name).write_bytes((2).to_bytes(8, "little") + b"{}")
+    with monkeypatch.context() as smaller:
+        smaller.setattr(hub_module, "LARGEST", 15)
+        with pytest.raises(DamagedCheckpoint, match="headers of more than"):
+            HubName("org/alone").download(headers=True)
+    assert 2 <= len(hub.fetched) <= 8
+    found = HubName("org/alone").download(headers=True)  # a repository with nothing beside its weights
+    assert sorted(file.name for file in found.iterdir()) == [LENGTHS, *names]
 
 
 def test_a_file_of_another_length_than_the_hub_says_is_told_by_its_header_alone(hub: LocalHub, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """NeMo 1's checkpoints, packed and unpacked, become the model that they were made of."""
 
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +167,30 @@ def test_missing_ranks_and_pieces_are_named(tmp_path: Path) -> None:
     (zarr / "model_weights" / "model.output_layer.weight" / "0.0").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"output_layer\.weight/0\.0 is missing"):
         open_checkpoint(zarr)
+
+
+def test_ranks_must_be_those_that_the_configuration_says(tmp_path: Path) -> None:
+    ranks = unpacked(tmp_path, "mistral", in_two_ranks, tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
+    assert open_checkpoint(ranks).specs
+    (ranks / "mp_rank_01").rename(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="1 ranks of tensor 2 x pipeline 1"):
+        open_checkpoint(ranks)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_rank_behind_a_link_is_not_passed_over(tmp_path: Path, outside: bool) -> None:
+    ranks = unpacked(tmp_path, "mistral", in_two_ranks)
+    there = (tmp_path if outside else ranks) / "elsewhere"
+    (ranks / "mp_rank_01").rename(there)
+    (ranks / "mp_rank_01").symlink_to(there)
+    with pytest.raises(DamagedCheckpoint, match="leads out of the directory" if outside else "not a file.*mp_rank_01"):
+        open_checkpoint(ranks)
+
+
+@pytest.mark.parametrize("second", ["tp_rank_00_pp_rank_000", "."])
+def test_two_files_of_one_rank_are_refused(tmp_path: Path, second: str) -> None:
+    ranks = unpacked(tmp_path, "mistral", in_two_ranks)
+    (ranks / second).mkdir(exist_ok=True)
+    shutil.copy(ranks / "mp_rank_00" / "model_weights.ckpt", ranks / second)
+    with pytest.raises(DamagedCheckpoint, match="a second file of tensor rank 0, pipeline rank 0"):
+        open_checkpoint(ranks)

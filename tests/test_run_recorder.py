@@ -191,6 +191,25 @@ def test_of_a_norm_s_rounded_output_few_tokens_tell_the_largest_before_rounding(
     assert _largest(rounded[:0], None).shape == (0,) and _largest(torch.zeros(3, 2, dtype=dtype), None).all()
 
 
+def test_a_norm_whose_bias_cancels_what_was_rounded_is_recorded_of_all_tokens(tmp_path: Path) -> None:
+    """LayerNorm1P in transformers rounds `weight + 1`, here 1.004, to 1.0078. So the smaller of these tokens look
+    larger beside a bias of -4 than the others."""
+    model = pico.make("nemotron", dtype=torch.bfloat16)
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data.fill_(-1)[0] = 0.004
+    norm.bias.data.fill_(0)[0] = -4
+    candidates = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0))
+    candidates[:, 0] = 4.5
+    candidates = candidates.bfloat16()
+    exact = F.layer_norm(candidates.float(), (64,), norm.weight.float() + 1, norm.bias.float(), norm.eps)[:, 0]
+    low, high = (candidates[(exact - at).abs() < 0.002][:4] for at in (-0.02, 0.012))
+    model.model.embed_tokens.weight.data[:8] = torch.cat([low, high])
+    with api.record(model, tmp_path / "recorded", overrides=SHORT):
+        model(torch.arange(8)[None]).logits.sum().backward()
+    state = sidecar.read(tmp_path / "recorded").modules["decoder.layers.0.self_attention.linear_qkv"]
+    assert float(state.roles["input"].amax_history.max()) == pytest.approx(0.02, abs=0.0021)
+
+
 def test_only_passes_with_gradients_are_rows_and_of_these_each_nth(llama: Place, tmp_path: Path) -> None:
     model = llama.live()
     with api.record(model, tmp_path / "recorded", overrides=SHORT, every=2):

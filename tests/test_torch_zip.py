@@ -5,6 +5,7 @@ import io
 import json
 import signal
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy
@@ -114,7 +115,9 @@ def test_an_archive_is_byte_for_byte_the_one_that_pytorch_writes(records):
     assert ends == [start for start, _ in ours.pieces[1:]]
 
 
-@pytest.mark.parametrize("count", [10, 11, 12, 26, 27, 28, 1000, 70_000])
+@pytest.mark.parametrize(
+    "count", [10, 11, 12, 26, 27, 28, 1000, 70_000, pytest.param(1_500_000, marks=pytest.mark.soak)]
+)
 def test_archives_of_many_records_are_pytorchs_too(count):
     """Its serialization id depends on the order of a hash table, which grows at 13, 29, ... names; and an archive of
     more than 65,535 records says so elsewhere."""
@@ -144,6 +147,17 @@ def test_an_object_is_byte_for_byte_what_torch_save_writes(data):
         )
     )
     assert torch_zip_writer.dump(value) == saved(value)
+
+
+def test_a_tensor_that_is_there_twice_is_shared_and_an_ordered_dict_stays_one() -> None:
+    tensor = torch.arange(3)
+    value = OrderedDict(a=tensor, b=[tensor, OrderedDict()], c=OrderedDict(one=1))
+    assert torch_zip_writer.dump(value) == saved(value)
+    laid_out = torch_zip_writer.lay_out(value)
+    for data in (torch_zip_writer.dump(value), laid_out.pieces[0][1]):
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        assert type(loaded) is type(loaded["c"]) is OrderedDict and list(loaded) == ["a", "b", "c"]
+        assert loaded["a"].equal(tensor) and loaded["a"].data_ptr() == loaded["b"][0].data_ptr()
 
 
 @pytest.mark.parametrize(

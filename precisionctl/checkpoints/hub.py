@@ -40,6 +40,8 @@ _WEIGHTS = re.compile(r"[^/]+\.safetensors")
 _FIRST_REQUEST = 100_000
 """Bytes of a file that are asked for first: of most files the header is in them (as in huggingface_hub)."""
 _AT_ONCE = 8
+_HTTP_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
+"""Those that versions of the Hub's client, `datasets` and fsspec ask through. Their errors have no class in common."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,14 @@ class HubName:
         DiskProblem for a full disk.
         """
         from huggingface_hub import errors, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HFValidationError
 
         HTTPError = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
         try:
             try:
                 return self._ask(headers, progress, several, on_size)
-            except (OfflineModeIsEnabled, HTTPError) as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            except (ConnectionError, TimeoutError, HTTPError) as error:
+                if not unreachable(error):
                     raise
             # without a list of files: what is missing, the directory's Reader says
             config = ["config.json", "adapter_config.json"]
@@ -178,18 +180,21 @@ class HubName:
         target = self._headers_at(snapshot.name)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-", ignore_cleanup_errors=True) as folder:
             made = Path(folder) / snapshot.name
+            made.mkdir()
             for name in names:
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(snapshot / name, made / name)
-            left = LARGEST
+            left, weights = LARGEST, list(lengths)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                headers = pool.map(lambda name: self._header(name, snapshot.name), lengths)
-                for name, header in zip(lengths, headers, strict=True):
-                    left -= len(header)
-                    if left < 0:
-                        what = f"headers of more than {LARGEST >> 20} MB, as no model has"
-                        raise DamagedCheckpoint(what, where=self)
-                    (made / name).write_bytes(header)
+                for begin in range(0, len(weights), _AT_ONCE):  # what is queued is asked for after an error too
+                    together = weights[begin : begin + _AT_ONCE]
+                    headers = pool.map(lambda name: self._header(name, snapshot.name), together)
+                    for name, header in zip(together, headers, strict=True):
+                        left -= len(header)
+                        if left < 0:
+                            what = f"headers of more than {LARGEST >> 20} MB, as no model has"
+                            raise DamagedCheckpoint(what, where=self)
+                        (made / name).write_bytes(header)
             (made / LENGTHS).write_text(json.dumps(lengths))
             try:
                 made.rename(target)
@@ -199,7 +204,7 @@ class HubName:
         return target
 
     def _header(self, name: str, commit: str) -> bytes:
-        """The bytes of a safetensors file before its values."""
+        """The bytes of a safetensors file before its values. Raises DamagedCheckpoint where they cannot be a header."""
         from huggingface_hub import hf_hub_url
 
         from precisionctl.checkpoints.safetensors_file import LONGEST_HEADER  # takes NumPy with it
@@ -209,7 +214,12 @@ class HubName:
         length = 8 + int.from_bytes(found[:8], "little")
         if len(found) < 8 or length > LONGEST_HEADER:
             raise DamagedCheckpoint("not a safetensors file", where=f"{self}, {name}")
-        return found[:length] if length <= len(found) else _first_bytes(url, length)
+        if length > len(found):
+            found = _first_bytes(url, length)
+        if length > len(found):
+            do = "Try again: a server or a proxy may have cut it off."
+            raise DamagedCheckpoint("the file ends in its header", where=f"{self}, {name}", do=do)
+        return found[:length]
 
     def _check_pinned(self, commit: str) -> None:
         """Raise RecipeError for a branch or a tag, which may move from one process's request to another's."""
@@ -267,6 +277,23 @@ class HubName:
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = f"the Hub refused the download ({status})" if status else f"the download failed: {error}"
         return EnvironmentProblem(what, where=self, do="Try again: what is downloaded is kept.")
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether the network or the server failed, by an error or by what led to it: not where a server refused what it
+    was asked, by a status below 500."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        if _HTTP_LIBRARIES & {kind.__module__.partition(".")[0] for kind in type(each).__mro__}:
+            answer = getattr(each, "response", None)
+            status = getattr(each, "status", None) if answer is None else answer.status_code  # aiohttp has the first
+            return status is None or bool(status >= 500)
+        if isinstance(each, ConnectionError | TimeoutError):
+            return True
+        seen.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return False
 
 
 def _first_bytes(url: str, count: int) -> bytes:

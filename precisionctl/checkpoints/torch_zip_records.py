@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from precisionctl.errors import CheckpointError
+
 ALIGNMENT = 64
 """Bytes that records are aligned to, as by torch.save."""
 
@@ -89,11 +91,14 @@ def _combined(seed: int, value: int) -> int:
     return seed ^ (value + 0x9E3779B9 + (seed << 6 & _U64) + (seed >> 2)) & _U64
 
 
-_BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153)
+_BUCKETS = (
+    13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153, 2938679,
+    5967347, 12117689, 24607243, 49969847, 101473717, 206062531,
+)  # fmt: skip
 """How many buckets a std::unordered_set of libstdc++ takes as it grows; it has as many elements at most."""
 
 
-@functools.cache
+@functools.lru_cache(1)  # of the archives of many ranks, one after the other
 def _hash_of_names(names: tuple[str, ...]) -> int:
     """The hashes of all names, combined in the order in which a std::unordered_set goes through them: the bucket that
     was filled last comes first, and in a bucket the name that was put there last."""
@@ -106,7 +111,7 @@ def _hash_of_names(names: tuple[str, ...]) -> int:
         order = [one for bucket in reversed(buckets.values()) for one in reversed(bucket)]
         if len(order) == len(hashes):
             return functools.reduce(_combined, order, 0)
-    raise ValueError(f"an archive of {len(names)} records")
+    raise CheckpointError(f"an archive of {len(names)} records", do="Write it in more files: shards, or ranks.")
 
 
 def _hash(text: bytes) -> int:

@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,23 +85,25 @@ class TensorArchive:
 
 
 def lay_out(value: object) -> Archive:
-    """The archive of an object made of lists, tuples, dicts, Namespaces, tensors, Blanks and plain values.
+    """The archive of an object made of lists, tuples, dicts, OrderedDicts, Namespaces, tensors, Blanks and plain
+    values. A tensor that is there twice is shared; a view becomes contiguous, and an object of another subclass
+    (Parameter, torch.Size) one of the class.
 
     Equal values give equal bytes, and a Blank takes no memory. `holes` depend on the Blanks alone.
     """
     blanks: dict[Blank, str] = {}
     _number(value, blanks)
     tensors: list[SmallTensor] = []
-    data = dumps(_as_opcodes(value, blanks, tensors), protocol=2)
+    data = dumps(_as_opcodes(value, blanks, tensors, {}), protocol=2)
     holes = ((f"data/{name}", blank.nbytes) for blank, name in blanks.items())
     records = lay_out_records([*holes, *_records(data, tensors, len(blanks))])
     return Archive(records.pieces, dict(zip(blanks, records.holes, strict=True)), records.length)
 
 
 def dump(value: object) -> bytes:
-    """The bytes that torch.save writes for an object. Equal values give equal bytes."""
+    """The bytes that torch.save writes for an object that `lay_out` does not change. Equal values give equal bytes."""
     tensors: list[SmallTensor] = []
-    data = dumps_with_memo(_as_opcodes(value, {}, tensors))
+    data = dumps_with_memo(_as_opcodes(value, {}, tensors, {}))
     (piece,) = lay_out_records(_records(data, tensors, 0)).pieces
     return piece[1]
 
@@ -126,10 +129,13 @@ def _number(value: Any, blanks: dict[Blank, str]) -> None:
             _number(item, blanks)
 
 
-def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTensor]) -> object:
+def _as_opcodes(
+    value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTensor], shared: dict[int, object]
+) -> object:
     """Translate a value into what `opcodes` writes, with equal strings made one object, as a memo depends on which
-    objects are shared. Its tensors are added to `tensors`, and named after the Blanks."""
-    translated = functools.partial(_as_opcodes, blanks=blanks, tensors=tensors)
+    objects are shared. Its tensors are added to `tensors`, and named after the Blanks; those of PyTorch are in
+    `shared`, by `id`."""
+    translated = functools.partial(_as_opcodes, blanks=blanks, tensors=tensors, shared=shared)
     if type(value) is str:
         return sys.intern(value)
     if value is None or isinstance(value, bytes | int | float):
@@ -147,13 +153,16 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTens
         fields: Any = translated(vars(value))
         return PickledObject(_NAMESPACE, (), new=True, fields=fields or None)
     if isinstance(value, dict):
-        return {translated(key): translated(item) for key, item in value.items()}
+        items = {translated(key): translated(item) for key, item in value.items()}
+        return PickledObject(_ORDERED_DICT, (), items=items) if isinstance(value, OrderedDict) else items
     if isinstance(value, list | tuple):
-        items = [translated(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
+        listed = [translated(item) for item in value]
+        return tuple(listed) if isinstance(value, tuple) else listed
     if isinstance(value, torch.Tensor):
-        data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return translated(SmallTensor(DType.of(value.dtype), tuple(value.shape), data))
+        if id(value) not in shared:
+            data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+            shared[id(value)] = translated(SmallTensor(DType.of(value.dtype), tuple(value.shape), data))
+        return shared[id(value)]
     return translated(DType.of(value)) if isinstance(value, torch.dtype) else value
 
 

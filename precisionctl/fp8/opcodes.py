@@ -21,12 +21,13 @@ class Global(NamedTuple):
 
 class PickledObject(NamedTuple):
     """An object as pickle makes it: `make(*arguments)`, or `make.__new__(make, *arguments)` when `new`; then
-    `fields` become its `__dict__`, or go to its `__setstate__`."""
+    `items` are set in it, and `fields` become its `__dict__`, or go to its `__setstate__`."""
 
     make: Global
     arguments: tuple[object, ...]
     new: bool = False
     fields: Mapping[str, object] | tuple[object, ...] | None = None
+    items: Mapping[object, object] | None = None
 
 
 class PersistentId(NamedTuple):
@@ -137,6 +138,8 @@ def _object(value: PickledObject, to: _Pickled) -> None:
     _global(value.make, to)
     _tuple(value.arguments, to)
     to += pickle.NEWOBJ if value.new else pickle.REDUCE
+    if value.items:
+        _set_items(value.items, to)
     if value.fields is not None:
         _add(value.fields, to)
         to += pickle.BUILD
@@ -163,7 +166,12 @@ def _list(value: list[object] | LazyList, to: _Pickled) -> None:
 
 
 def _dict(value: Mapping[object, object] | LazyDict, to: _Pickled) -> None:
-    to += pickle.EMPTY_DICT + pickle.MARK
+    to += pickle.EMPTY_DICT
+    _set_items(value, to)
+
+
+def _set_items(value: Mapping[object, object] | LazyDict, to: _Pickled) -> None:
+    to += pickle.MARK
     for key, item in value.items():
         _add(key, to)
         _add(item, to)
@@ -216,6 +224,8 @@ class _MemoPickler(pickle._Pickler):
         self.save(value.arguments)  # type: ignore[attr-defined]
         self.write(pickle.NEWOBJ if value.new else pickle.REDUCE)  # type: ignore[attr-defined]
         self.memoize(value)  # type: ignore[attr-defined]
+        if value.items:
+            self._batch_setitems(value.items.items())  # type: ignore[attr-defined]
         if value.fields is not None:
             self.save(value.fields)  # type: ignore[attr-defined]
             self.write(pickle.BUILD)  # type: ignore[attr-defined]

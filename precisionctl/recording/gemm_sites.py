@@ -27,10 +27,12 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)")
 @dataclass(frozen=True)
 class Normed:
     """The norm before a GEMM. `module` is called with what it normalises; `output` computes, in FP32, what TE's fused
-    norm casts."""
+    norm casts. `adds_to_rounded` says whether the module rounds a multiplier to BF16 before it adds a bias, which may
+    cancel all but the error (LayerNorm1P of transformers: `weight + 1`)."""
 
     module: nn.Module
     output: Callable[[Tensor], Tensor]
+    adds_to_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def _norm_before(name: str, jobs: Mapping[str, Job], model: nn.Module, shape: Mo
         added = model.get_parameter(bias.reads[0]) if bias and bias.reads else gain.new_zeros(len(gain))
         return norm.of(values, gain, added)
 
-    return Normed(model.get_submodule(weight.reads[0].rpartition(".")[0]), output)
+    module = model.get_submodule(weight.reads[0].rpartition(".")[0])
+    return Normed(module, output, adds_to_rounded=norm.zero_centered and bias is not None)
 
 
 def _no_linears(name: str) -> PrecisionError:

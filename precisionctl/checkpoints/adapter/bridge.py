@@ -20,7 +20,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Place, Row, names
 from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
-from precisionctl.checkpoints.base import Chunk, Chunked, Hints, Reader, read_tensor, whole
+from precisionctl.checkpoints.base import Chunk, Chunked, Hints, Reader, read_rows, whole
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown
@@ -141,7 +141,9 @@ class _Picked:
     order: NDArray[np.int64]
 
     def rows(self, row: int, rows: int) -> Tensor:
-        return read_tensor(self.stored, self.name)[torch.from_numpy(self.order[row : row + rows])]
+        order = self.order[row : row + rows]
+        first, last = int(order.min()), int(order.max())
+        return read_rows(self.stored, self.name, first, last - first + 1)[torch.from_numpy(order - first)]
 
 
 def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:

@@ -29,10 +29,12 @@ def files_of(path: Path) -> Files:
     """The files of the checkpoint at `path`.
 
     Raises UnknownFormat for a compressed archive, DamagedCheckpoint for one that is truncated, for entries other than
-    plain files and directories, for names that lead out or are there twice, and for links out of a directory.
+    plain files and directories, for names that lead out or are there twice, and for links out of a directory or to
+    another one.
     """
     if path.is_dir():
-        there = (one for one in sorted(path.rglob("*")) if not one.is_dir() and has_file(one, path))
+        found = sorted(path.rglob("*"))  # which goes into no link
+        there = (one for one in found if (one.is_symlink() or not one.is_dir()) and has_file(one, path))
         return {str(one.relative_to(path)): Span(one, 0, one.stat().st_size) for one in there}
     with open(path, "rb") as file:
         if file.read(2) == _GZIP:

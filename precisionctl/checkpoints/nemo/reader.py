@@ -115,21 +115,27 @@ class NemoSharded(_Nemo, TorchDistReader):
 class NemoRanks(_Nemo, LegacyReader):
     """A model in state dicts of ranks, or of one. Opening it reads their pickles.
 
-    Raises DamagedCheckpoint and UnsafePickle as LegacyReader does, and DamagedCheckpoint where ranks are missing.
+    Raises DamagedCheckpoint and UnsafePickle as LegacyReader does, and DamagedCheckpoint where ranks are missing, there
+    twice, or others than the configuration says.
     """
 
     def __init__(self, path: Path, files: Files, hints: Hints) -> None:
         self._open(path, files, hints)
-        found = {
-            (int(match[1] or 0), int(match[2] or 0)): span
-            for name, span in files.items()
-            if (match := _RANK.fullmatch(name))
-        }
+        found: dict[tuple[int, int], Span] = {}
+        for name, span in files.items():
+            if match := _RANK.fullmatch(name):
+                at = int(match[1] or 0), int(match[2] or 0)
+                if at in found:
+                    what = f"{shown(name)} is a second file of tensor rank {at[0]}, pipeline rank {at[1]}"
+                    raise DamagedCheckpoint(what, where=path, do="Remove what another run has left.")
+                found[at] = span
         if not found:
             raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
         tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
-        if len(found) != tensor * pipeline:
-            what = f"{len(found)} ranks of tensor {tensor} x pipeline {pipeline}"
+        sizes = (("tensor", tensor), ("pipeline", pipeline))
+        said = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
+        if said != [tensor, pipeline] or len(found) != tensor * pipeline:
+            what = f"{len(found)} ranks of tensor {shown(said[0])} x pipeline {shown(said[1])}"
             raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]

@@ -12,10 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from precisionctl.errors import DataError, EnvironmentProblem, require_package
+from precisionctl.checkpoints.hub import unreachable
+from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
 from precisionctl.trainer.data.store import remembered
+from precisionctl.untrusted.safe_files import leads_out
 
 HUB = "hf://datasets/"
 
@@ -100,28 +102,33 @@ class HfDataset:
     def _builder(self) -> Any:
         from datasets import load_dataset_builder
 
-        return load_dataset_builder(self.place, self.config, revision=self.revision)
+        place = self.place if self.on_hub else os.path.abspath(self.place)  # of `.` the library knows no name
+        return load_dataset_builder(place, self.config, revision=self.revision)
 
     def _check(self, builder: Any) -> None:
-        """Raise DataError for files that are no rows, and for those that a directory's card takes from elsewhere (for
-        the Hub's the library does)."""
+        """Raise DataError for files that are no rows, and for those that a directory's card or links take from
+        elsewhere (for the Hub's the library does)."""
         if builder.name not in _BUILDERS:
             do = f"Formats that are read: {', '.join(_BUILDERS)}."
             raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)
-        home = os.path.abspath(self.place) + os.sep
+        if self.on_hub:
+            return
         for file in chain.from_iterable(builder.config.data_files.values()):
-            if not (self.on_hub or os.path.abspath(file).startswith(home)):
-                raise DataError(f"its card names a file from elsewhere: {file}", where=self)
+            # an address, also `zip://member::archive`, is no path: it would seem to be one below the current directory
+            if "::" in file or "://" in file or leads_out(Path(file), Path(self.place)):
+                do = "Give a directory that has its files in it."
+                raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
 
     @contextmanager
     def _in_our_words(self) -> Iterator[None]:
         try:
             yield
-        except (ConnectionError, TimeoutError) as error:
-            repo = self.place.removeprefix(HUB)
-            do = f"Try again, or give a copy, as DIR:SPLIT: `hf download --repo-type dataset {repo} --local-dir DIR`."
-            raise EnvironmentProblem(f"the Hub cannot be reached: {error}", where=self, do=do) from error
-        except (DataError, EnvironmentProblem):
+        except PrecisionctlError:
             raise
         except Exception as error:  # the library raises anything, also what pyarrow, pandas and the Hub's client do
-            raise DataError(f"`datasets` cannot read it: {error or type(error).__name__}", where=self) from error
+            what = str(error) or type(error).__name__
+            if not unreachable(error):
+                raise DataError(f"`datasets` cannot read it: {what}", where=self) from error
+            repo = self.place.removeprefix(HUB)
+            do = f"Try again, or give a copy, as DIR:SPLIT: `hf download --repo-type dataset {repo} --local-dir DIR`."
+            raise EnvironmentProblem(f"the Hub cannot be reached: {what}", where=self, do=do) from error
