@@ -113,7 +113,8 @@ def _bar(
     what: str, *columns: ProgressColumn, quiet: bool = False, total: int | None = None
 ) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, which appears with the first call of what it yields (`Progress.update`), so that an
-    error before that stands alone, and of several ranks only the one that is called has one."""
+    error before that stands alone, and of several ranks only the one that is called has one. It is full at the end,
+    unless that is an error: totals are of stored bytes, and may be off."""
     progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
     task = progress.add_task(what, total=total)
 
@@ -123,6 +124,7 @@ def _bar(
 
     try:
         yield update
+        progress.update(task, completed=progress.tasks[0].total)
     finally:
         if progress.live.is_started:
             progress.stop()

@@ -310,8 +310,14 @@ class _Executes:
 
 def test_an_adapter_alone_is_told_to_need_its_base(tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
-    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*--reference BASE"):
+    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*Give --reference BASE.*merge the two"):
         open_checkpoint(made)
+
+
+def test_the_base_that_an_adapter_names_is_shown_and_not_trusted(llama: Path, tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), base_model_name_or_path="org/\x1b[2Jone")
+    notes = conversions.run(made, tmp_path / "out", "hf", reference=llama).notes
+    assert r"The adapter names 'org/\x1b[2Jone' as its base; nothing here proves that this is it." in notes
 
 
 def test_a_model_beside_an_adapters_config_is_not_taken_for_the_model(llama: Path, tmp_path: Path) -> None:

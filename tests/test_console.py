@@ -73,6 +73,9 @@ def test_a_bar_is_drawn_when_something_is_done_and_not_before_an_error(shown: io
     with console.bytes_progress("writing", 10) as on_bytes, console.rows_progress("evaluating") as on_rows:
         on_bytes(10)
         on_rows(1, 2)
+    with console.bytes_progress("whole", 100) as on_bytes:
+        on_bytes(97)
+    assert "100/100 bytes" in shown.getvalue()
     assert "writing" in shown.getvalue() and "10/10 bytes" in shown.getvalue() and "evaluating" in shown.getvalue()
 
 

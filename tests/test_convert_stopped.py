@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pico
 import pytest
 import torch
@@ -221,11 +223,15 @@ def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch:
     with pytest.raises(DiskProblem, match="run the same command again"):
         run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
+    for path in ("out", "out.partial"):
+        told = command_line.run("inspect", tmp_path / path)
+        assert told.exit_code and "unfinished result" in told.stderr and "same command continues" in told.stderr
     first = [name for name in written if written.index(name) < written.index("decoder.layers.1.mlp.linear_fc1.weight")]
     written.clear()
     written.append("decoder.layers.1.mlp.linear_fc1.weight")
-    run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
+    notes = run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1).notes
     assert not set(first) & set(written)
+    assert any(re.fullmatch(rf"Continued: {len({*first})} of \d+ tensors were written before.", note) for note in notes)
 
 
 def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,9 @@ def test_what_ranks_have_is_there_parameter_by_parameter(tmp_path: Path, stage: 
     assert_holds(tmp_path / "out", made, 3)
     assert conversions.tree(tmp_path / "out") == conversions.tree(tmp_path / "again")
     conversions.run(tmp_path / "run", tmp_path / "mcore", "megatron", "bf16", reference=tmp_path / "hf")
-    conversions.run(tmp_path / "mcore", tmp_path / "by-megatron", "hf", container=UNIVERSAL)
+    notes = conversions.run(tmp_path / "mcore", tmp_path / "by-megatron", "hf", container=UNIVERSAL).notes
+    left = "the schedule of learning rates, random generators, the order of data"
+    assert f"Not carried over from the run: {left}." in notes
     assert_holds(tmp_path / "by-megatron", made, 3)
     conversions.run(tmp_path / "out", tmp_path / "back", "hf")  # config.json is beside it
     weights = load_file(tmp_path / "back" / "model.safetensors")

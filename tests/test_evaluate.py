@@ -70,7 +70,8 @@ def test_rows_are_never_longer_than_the_models_own(tmp_path, text):
     save(tmp_path / "model", max_position_embeddings=40)
     found = evaluate(HuggingFaceReader(tmp_path / "model"), text)
     assert (found.tokens, found.sequence_length) == (200 // 40 * 40, 40)
-    assert "200 tokens in rows of 40," in lines(found)[0]
+    assert "200 tokens in rows of 40," in lines(found, 40)[0]
+    assert "200 tokens in rows of 40 (not 1,024: the model takes no longer ones)," in lines(found, 1024)[0]
 
 
 @pytest.mark.parametrize(("broken", "perplexity"), [(1e30, math.inf), (math.nan, math.nan)])
@@ -84,7 +85,7 @@ def test_a_model_that_is_broken_has_no_finite_perplexity_and_the_way_to_the_faul
     save_file(tensors, file, metadata={"format": "pt"})
     found = evaluate(HuggingFaceReader(tmp_path / "model"), text)
     assert found.perplexity == pytest.approx(perplexity, nan_ok=True)
-    assert any("inspect" in line for line in lines(found))
+    assert any("inspect" in line for line in lines(found, 1024))
 
 
 def test_the_last_learned_position_is_used_though_batches_are_padded_beyond_it(tmp_path, text):

@@ -173,6 +173,18 @@ def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) ->
         open_checkpoint(tmp_path / name)
 
 
+def test_a_file_in_the_current_directory_is_answered_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.bin").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownFormat, match=f"Give {tmp_path.resolve()}[.]"):
+        open_checkpoint(Path("model.bin"))
+    (tmp_path / "model.idx").touch()
+    with pytest.raises(UnknownFormat, match="Megatron's tokenized data.*--data model`"):
+        open_checkpoint(Path("model.bin"))
+
+
 def test_a_file_of_fp8_state_is_named_with_the_option_that_reads_it(tmp_path: Path) -> None:
     sidecar.write(tmp_path / "m.fp8", Fp8States(DelayedScaling(), {}))
     with pytest.raises(UnknownFormat, match="FP8 state of calibrate.*this file as --fp8-state"):
@@ -196,6 +208,8 @@ def test_every_one_is_tried_here() -> None:
         "a file, and no checkpoint",
         "one file of a checkpoint",
         "FP8 state of calibrate",
+        "Megatron's tokenized data",
+        "the unfinished result of a command",  # test_convert_stopped.py
     ]
     assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
 

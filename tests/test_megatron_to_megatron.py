@@ -16,6 +16,7 @@ from torch import Tensor
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.notes import padding_notes
 from precisionctl.commands.request import Request
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, ShapeMismatch
@@ -70,6 +71,12 @@ def test_more_ranks_get_more_rows_of_zeros_and_fewer_get_the_first(tmp_path: Pat
         assert torch.equal(again[name], values), name
     _, _, told = convert(tmp_path / "again", tmp_path / "same", container)
     assert not any("padded" in note for note in told)
+
+
+def test_padding_that_goes_is_said_to_go() -> None:
+    padded: Any = SimpleNamespace(padded_vocab_size=512, vocab_size=500)
+    bare: Any = SimpleNamespace(padded_vocab_size=500, vocab_size=500)
+    assert [*padding_notes(padded, bare)] == ["The vocabulary has 500 rows: the 12 of Megatron's padding are left out."]
 
 
 def test_the_runs_own_divisor_stays(tmp_path: Path) -> None:

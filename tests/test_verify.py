@@ -257,6 +257,7 @@ def test_optimizers_are_compared_whatever_the_padding_or_said_not_to_be(tmp_path
     bare = compare(a, open_checkpoint(tmp_path / "bare"))
     assert bare.equal
     assert [each.what for each in bare.not_compared if each.topic == "one optimizer"] == ["only A has one"]
+    assert [each.what for each in bare.not_compared if each.topic == "run"] == ["of A"]
     counts = []
     compare(a, cut, on_bytes=counts.append)
     assert sum(counts) == pytest.approx(bytes_to_compare(a, cut), rel=0.01)  # but for padding
@@ -318,6 +319,7 @@ def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):
 def test_no_state_on_either_side_is_no_difference(source):
     found = compare(source, source, fp8=True)
     assert found.equal and found.fp8 is None  # and not said to be equal
+    assert not any(table.title == "FP8 state" for table in tables(found))
 
 
 def test_equal_fp8_state_is_no_difference(source):

@@ -12,6 +12,7 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
@@ -105,7 +106,13 @@ def _snapshot(path: Path) -> str | None:
 
 def _directory_of_file(path: Path) -> str | None:
     is_part = path.is_file() and (path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp.FILE)
-    return shlex.quote(str(path.parent)) if is_part else None
+    return shlex.quote(str(path.parent.resolve())) if is_part else None
+
+
+def _indexed_data(path: Path) -> str | None:
+    """The prefix of Megatron's data that a path is a file of."""
+    there = path.suffix in (".bin", ".idx") and all(path.with_suffix(end).is_file() for end in (".bin", ".idx"))
+    return shlex.quote(str(path.with_suffix(""))) if there else None
 
 
 _HEAD = re.compile(
@@ -208,6 +215,12 @@ TENSORS = (
 
 UNREAD = (
     Foreign(
+        UNFINISHED,
+        "`.unfinished` in a directory `*.partial`",
+        GOES_ON,
+        lambda path: "" if is_unfinished(path) else None,
+    ),
+    Foreign(
         "weights for llama.cpp (GGUF)",
         "`*.gguf`",
         "GGUF is not read. Give the Hugging Face directory that it was made from; or let transformers decode it: "
@@ -265,6 +278,12 @@ UNREAD = (
         lambda path: "" if sidecar.is_sidecar(path) else None,
     ),
     Foreign(
+        "Megatron's tokenized data, and no checkpoint",
+        "a file `*.bin` or `*.idx` with the other one beside it",
+        "Commands that take data take it as `--data {found}`.",
+        _indexed_data,
+    ),
+    Foreign(
         "one file of a checkpoint, which is a directory",
         "a file `*.safetensors`, `*.bin`, `*.distcp`, `*.pt` or `.metadata`",
         "Give {found}.",
@@ -273,7 +292,7 @@ UNREAD = (
     Foreign(
         "a file, and no checkpoint",
         "it is no directory",
-        "A checkpoint is a directory. Give that of the model.",
+        "Give the directory of the model, or a `*.nemo`.",
         lambda path: "" if path.is_file() else None,
     ),
     Foreign(

@@ -43,5 +43,6 @@ def _advice(path: Path, containers: Sequence[Container]) -> str:
         with suppress(PrecisionctlError, OSError):
             if folder.is_dir() and any(container.recognise(folder) for container in containers):
                 return f"Did you mean {folder}?"
-    looked_for = "; ".join(container.looked_for for container in containers)
-    return f"Looked for: {looked_for}." if inside else "The directory is empty."
+    if not inside:
+        return "The directory is empty."
+    return "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])

@@ -17,6 +17,8 @@ from typing import IO
 
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
+_TOKEN = ".unfinished"
+
 
 @dataclass(frozen=True)
 class Output:
@@ -49,11 +51,11 @@ class Output:
     @property
     def token(self) -> Path:
         """A file in the partial directory with the identity of the journal that belongs to it."""
-        return self.partial / ".unfinished"
+        return self.partial / _TOKEN
 
     def share_journal(self, rank: int) -> Path:
         """The journal of another rank than the first, in the partial directory."""
-        return self.partial / f".unfinished.{rank}"
+        return self.partial / f"{_TOKEN}.{rank}"
 
     def check_links(self) -> None:
         """Raise OutputError if the partial directory or the journal is a link, or anything in that directory is neither
@@ -83,6 +85,16 @@ class Output:
         os.rename(self.partial, self.path)
         sync(self.path.parent)
         self.journal.unlink(missing_ok=True)
+
+
+UNFINISHED = "the unfinished result of a command that was stopped, or still runs"
+GOES_ON = "The same command continues it; with --restart it begins anew."
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path is a partial directory, or one is beside the place where it is missing."""
+    partial = path if path.suffix == ".partial" else Path(f"{path}.partial")
+    return (partial / _TOKEN).is_file()
 
 
 def directory_above(path: Path) -> Path:

@@ -323,7 +323,7 @@ def evaluate(
         assert data is not None
         with console.rows_progress("evaluating") as on_rows:
             found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
-        lines, result = report.lines(found), found.as_json()
+        lines, result = report.lines(found, sequence_length), found.as_json()
     if card:
         write_quality(checkpoint, [f"{Path(data).name}: {line}" for line in lines] if data else lines)
     if json_wanted:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
+from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.errors import UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
@@ -27,7 +28,8 @@ Callback = Callable[..., Any]
 
 
 class ExistingPath(click.Path):
-    """A path that exists. One that does not is answered with the one that was perhaps meant."""
+    """A path that exists. One that does not is answered with an unfinished command that would make it, or the one that
+    was perhaps meant."""
 
     name = "path"
 
@@ -36,8 +38,14 @@ class ExistingPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not Path(value).exists():
+            self.check_unfinished(value, param, ctx)
             self.fail(f"'{value}': no such file or directory. {nearest_path(Path(value))}".rstrip(), param, ctx)
         return super().convert(value, param, ctx)
+
+    def check_unfinished(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+        """Fail for the result of a command that has not finished it."""
+        if is_unfinished(Path(value)):
+            self.fail(f"'{value}': {UNFINISHED}. {GOES_ON}", param, ctx)
 
 
 class CheckpointPath(ExistingPath):
@@ -51,6 +59,7 @@ class CheckpointPath(ExistingPath):
         text = str(value)
         if Path(text).exists():
             return super().convert(value, param, ctx)
+        self.check_unfinished(value, param, ctx)
         try:
             return HubName.read(text, weights=self.weights)
         except UnknownFormat as error:

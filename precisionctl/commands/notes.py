@@ -20,7 +20,7 @@ from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError
+from precisionctl.errors import CheckpointError, shown
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import unreached_experts, why_too_small
 from precisionctl.fp8 import sidecar
@@ -133,6 +133,8 @@ def adapter_notes(reader: Reader) -> Iterator[str]:
             f"Of the base's {len(reader.base.specs)} tensors the adapter changes {changed} and replaces {replaced}; "
             "the others are the base's."
         )
+        if reader.named_base:
+            yield f"The adapter names {shown(reader.named_base)} as its base; nothing here proves that this is it."
 
 
 def decoded_base_notes(reader: Reader) -> Iterator[str]:
@@ -186,8 +188,13 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
 
 
 def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
-    """A note that the vocabulary of a Megatron source is padded to another size for a Megatron target."""
-    if before.padded_vocab_size != after.padded_vocab_size:
+    """A note that the vocabulary of a Megatron source is padded to another size, or no more."""
+    if before.padded_vocab_size == after.padded_vocab_size:
+        return
+    if after.padded_vocab_size == after.vocab_size:
+        removed = before.padded_vocab_size - after.vocab_size
+        yield f"The vocabulary has {after.vocab_size} rows: the {removed} of Megatron's padding are left out."
+    else:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
@@ -272,11 +279,11 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
         yield f"{len(transposed.specs)} weights were {transposed.words}. There is no way back to those codes."
 
 
-def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
-    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, else the FP8 state
-    `recorded`, else, if that is None, the fixed scales of the source's codes."""
+def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
+    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, unless other notes tell
+    that, else the FP8 state `recorded`, else, if that is None, the fixed scales of the source's codes."""
     if file:
-        yield f"Input scales are those of {file}."
+        yield from () if file_told else (f"Input scales are those of {file}.",)
     elif recorded:
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:

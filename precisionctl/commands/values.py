@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, carry_trainer_run, of_megatron
-from precisionctl.checkpoints.trainer_run import of_trainer
+from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
@@ -24,7 +24,7 @@ from precisionctl.commands.notes import (
     tower_notes,
     vocabulary_notes,
 )
-from precisionctl.commands.request import Request
+from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.conversion.weights_digest import digest_weights
@@ -77,6 +77,11 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     if run.left:
         left = ", ".join(run.left)
         yield f"Not carried over from the run, as it belongs to ranks or to Megatron's own classes: {left}."
+    if source.trained and of_megatron(source.trained) and request.container in STATE_DICTS:
+        schedule = "" if request.container == TORCHTITAN else "the schedule of learning rates, "
+        yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
+    if request.container == TORCHTITAN:
+        yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
     if source.trained and request.container == "torch":
         yield "Continue with --no-load-rng: the result has no states of random generators."
 

@@ -123,7 +123,7 @@ def execute(
                 do="Wait until nothing writes to it, and run the same command with --restart.",
             )
         if ranks.first:
-            found.notes = [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
+            found.notes += [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
     return found
 
 

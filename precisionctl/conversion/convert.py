@@ -78,6 +78,9 @@ def run(
     found = Findings()
     if journal:
         found |= journal.found
+    if before := sum(len(job.outputs) for job in jobs if job.name in done):
+        of = sum(len(job.outputs) for job in jobs)
+        found.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, carried)
     results = in_processes(worker.do, todo, plan.costs(todo), workers)
     with _torch_for(worker, todo), closing(results), _Recorder(plan, share, journal) as recorder:

@@ -239,12 +239,13 @@ def _by_role(fp8: Description) -> Table:
 def summary(description: Description) -> Table:
     """What the checkpoint is."""
     names = description["stored_names"]
+    files = f"{description['files']} file{'s' * (description['files'] > 1)}"
     rows = [
-        ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
+        ("container", description["container"]),
         ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
         ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
-        ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
-        ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
+        *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
+        ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors, {files}"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),

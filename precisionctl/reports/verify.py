@@ -34,7 +34,9 @@ def tables(comparison: Comparison) -> list[Table]:
         found.append(codes(comparison.codes))
     if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
         found.append(Table("What codes have lost", ("tensor", ""), told[:SHOWN]))
-    found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
+    if comparison.fp8 is not None:
+        lines = comparison.fp8[:SHOWN] or ["equal to the last bit"]
+        found.append(Table("FP8 state", ("",), [(line,) for line in lines]))
     if comparison.not_compared:
         rows = [(each.topic, each.what, each.why) for each in comparison.not_compared]
         found.append(Table("Not compared", ("", "here", "what that is"), rows))
@@ -105,12 +107,6 @@ def _status(tensor: TensorComparison) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _state(comparison: Comparison) -> Sequence[str]:
-    if comparison.fp8 is None:
-        return ["not compared: A and B do not both have it"]
-    return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 
 def rules(findings: Sequence[Finding], title: str) -> list[Table]:

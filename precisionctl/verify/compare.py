@@ -164,7 +164,7 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
         if reader.layout == "megatron"
     }
     yield from of_keys("padding", (f"{rows} in {name}" for name, rows in padded.items() if rows > 0))
-    yield from of_keys("run", (f"of {name}" for name in padded))
+    yield from of_keys("run", (f"of {name}" for name in padded if readers[name].iteration is not None))
     files = [reader.companions.files for reader in readers.values()]
     named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
     if all(files):

@@ -46,7 +46,8 @@ class LoraConfig:
 
     `alphas` and `ranks` are patterns of module names and what they have in place of `alpha` and `rank`; `parameters`
     names the parameters, such as a layer's experts, that are adapted by themselves. `modules` are the ends of the names
-    of the others; None where an expression says them, which is not evaluated, or nothing does.
+    of the others; None where an expression says them, which is not evaluated, or nothing does. `base` is the model that
+    the adapter says it is for, by a stranger's word.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class LoraConfig:
     transposed: bool
     parameters: tuple[str, ...]
     modules: frozenset[str] | None
+    base: str | None = None
 
     def names(self, module: str) -> bool:
         """Whether peft gives this module a product; tensors of another would be left out when it loads the adapter."""
@@ -148,7 +150,9 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
     modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules)
+    said = config.get("base_model_name_or_path")
+    base = said if isinstance(said, str) else None
+    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."

@@ -65,6 +65,11 @@ class AdapterReader:
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
     @property
+    def named_base(self) -> str | None:
+        """The model that the adapter says it is for."""
+        return self._config.base
+
+    @property
     def container(self) -> str:
         return self.base.container
 
@@ -336,8 +341,8 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
         raise UnknownFormat(
             f"an adapter of {of} (LoRA), without the model that it changes",
             where=path,
-            do="Merge the two with `precisionctl convert ADAPTER OUT --to hf --reference BASE`, where BASE is the "
-            "Hugging Face directory of the model that it was trained on.",
+            do="Give --reference BASE, the Hugging Face directory of the model that it was trained on. For commands "
+            "without that option merge the two: `precisionctl convert ADAPTER OUT --to hf --reference BASE`.",
         )
     base = open_checkpoint(hints.reference)
     if base.layout != "hf":
