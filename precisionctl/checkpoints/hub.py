@@ -4,10 +4,7 @@
 import errno
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -178,6 +175,10 @@ class HubName:
     def _with_headers(self, snapshot: Path, names: Sequence[str], lengths: Mapping[str, int]) -> Path:
         """A directory with these files of a snapshot, and the headers of files of these lengths. Raises
         DamagedCheckpoint where a header cannot be one."""
+        import shutil  # with the next ones a tenth of what `--help` takes
+        import tempfile
+        from concurrent.futures import ThreadPoolExecutor
+
         from precisionctl.checkpoints.safetensors_file import read_header  # takes NumPy with it
 
         target = self._headers_at(snapshot.name)

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
-from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.errors import UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
@@ -44,6 +43,8 @@ class ExistingPath(click.Path):
 
     def check_unfinished(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
         """Fail for the result of a command that has not finished it."""
+        from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
+
         if is_unfinished(Path(value)):
             self.fail(f"'{value}': {UNFINISHED}. {GOES_ON}", param, ctx)
 

@@ -280,8 +280,9 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
-    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, unless other notes tell
-    that, else the FP8 state `recorded`, else, if that is None, the fixed scales of the source's codes."""
+    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, unless `KnownState.notes`
+    beside these tell that, else the FP8 state `recorded`, else, if that is None, the fixed scales of the source's
+    codes."""
     if file:
         yield from () if file_told else (f"Input scales are those of {file}.",)
     elif recorded:

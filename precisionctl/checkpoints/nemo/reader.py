@@ -9,7 +9,7 @@ There is no optimizer. The tokenizer's files have names of NeMo's own, and are n
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class _Nemo(MegatronDirectory):
         self.path, self.hints, self._files = path, hints, files
         self._config = config.parse(read_text(files[_CONFIG]), f"{path}, {_CONFIG}")
 
-    def _check_text(self, names: Mapping[str, object]) -> None:
+    def _check_text(self, names: Iterable[str]) -> None:
         if not any(name.endswith("word_embeddings.weight") for name in names):
             target = shown(self._config.get("target"))
             do = "Only language models are read."
@@ -145,7 +145,7 @@ class NemoRanks(_Nemo, LegacyReader):
             raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
-        self._check_text({name: None for rank in ranks for name in rank.content["model"]})
+        self._check_text(name for rank in ranks for name in rank.content["model"])
         self._take(Parallelism(tensor, pipeline), ranks)
 
     @property
