@@ -145,6 +145,12 @@ def test_a_payload_cut_off_anywhere_is_one_error(name):
             decode_payload(data[:length], "layer 3")
 
 
+def test_numbers_of_a_big_endian_machine_are_refused_rather_than_read_backwards():
+    little, big = (b"little_endianq\x02" + truth for truth in (b"\x88", b"\x89"))
+    with pytest.raises(DamagedCheckpoint, match="not one that PyTorch wrote"):
+        decode_payload(golden("linear").replace(little, big), "layer 3")
+
+
 @settings(max_examples=300, deadline=None)
 @given(position=st.integers(0, 1798), byte=st.integers(0, 255))
 def test_a_payload_with_any_byte_changed_reads_or_is_one_error(position, byte):

@@ -115,11 +115,15 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
     if not isinstance(saved, bytes) or not saved.startswith(LEGACY_MAGIC):
         raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
     file = io.BytesIO(saved[len(LEGACY_MAGIC) :])
-    _version, _system, *reference = (
+    _version, system, *reference = (
         safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
     )
-    match reference:
-        case [("storage", DType() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
+    match system, *reference:
+        case (
+            {"little_endian": True},
+            ("storage", DType() as dtype, str(key), _, int(elements), None),
+            [str(only)],
+        ) if key == only:
             count, numbers = file.read(8), file.read()
         case _:
             raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
