@@ -198,7 +198,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     method = policy.method
     said = method.read(encodings.quantization)
     scheme = said.scheme
-    serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
+    serving = [engine for engine in engines().values() if scheme in engine.reads.get(method.name, ())]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     by_engine = any(form.packing is None or form.same_inputs for form in said.formats)
