@@ -3,15 +3,7 @@
 Trap: norms store their factor less one, in Hugging Face as in Megatron (`--apply-layernorm-1p`).
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    HEADS,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    tied,
-)
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES, Always, Key, Only, tied
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
