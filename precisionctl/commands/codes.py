@@ -217,6 +217,5 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
     title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
     command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
-    bits = {spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values()}
-    codes = " and ".join(sorted(bits))
+    codes = " and ".join(sorted({spec.codes_name for spec in encodings.weights.values()}))
     return Card(name, title, method.name, command, facts, list(encodings.weights), kept, codes=codes)

@@ -298,13 +298,9 @@ def _wrongly_ignored(
             ignored = ignoring.leaves_out(directory.quantization, called)
             which = "its module" if called == module else f"its module, in memory `{called}`,"
             if coded and ignored:
-                yield Finding(name, f"{_kind(directory.specs[name])} codes, but {which} is ignored", rule)
+                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
             if not coded and not ignored and not called.endswith(directory.spelling.never):
                 yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
-
-
-def _kind(spec: TensorSpec) -> str:
-    return spec.packing.name if spec.packing else "FP8"
 
 
 def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -339,7 +335,9 @@ def _partly_quantized(
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
-            yield Finding(quantised[0], f"{_kind(specs[quantised[0]])} codes, but not all that it is fused with", rule)
+            yield Finding(
+                quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
+            )
 
 
 def _unequal_in_group(
