@@ -240,6 +240,6 @@ ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_em
 """Derived: older versions stored it."""
 
 
-def model_rows(*layers: Row | Either) -> tuple[Row | Either, ...]:
-    """All rows of a model whose layers have these."""
-    return (*EMBEDDING, *layers, *FINAL_NORM, *OUTPUT)
+def model_rows(*layers: Row | Either, ending: tuple[Row, ...] = FINAL_NORM) -> tuple[Row | Either, ...]:
+    """All rows of a model whose layers have these; `ending` are those between the layers' and the output's."""
+    return (*EMBEDDING, *layers, *ending, *OUTPUT)

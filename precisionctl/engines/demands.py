@@ -84,14 +84,14 @@ def _first(directory: QuantizedDirectory, *, per_tensor: bool) -> str | None:
     return None
 
 
-def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Demand:
-    """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one, and of
-    a weight with blocks."""
+def named(weight: str, activation: str) -> Demand:
+    """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one; of a
+    weight with blocks `weight_scale_inv`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "fp8" else ():
             one = directory.scheme != "block" and scales.block == sized(TENSOR, directory.specs[name])
-            for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
+            for found, wanted in ((scales.weight, weight if one else "weight_scale_inv"), (scales.input, activation)):
                 if found and found != sibling(name, wanted):
                     yield found, f"not named {wanted}"
 

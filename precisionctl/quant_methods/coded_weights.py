@@ -95,13 +95,6 @@ def coded_weights(
     return {name: _coded(name, stored, method, said, specs, where) for name, stored in codes.items() if method and said}
 
 
-def stored_scales(
-    config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: object = "config.json"
-) -> dict[str, Scales]:
-    """Where the scales of every weight that is codes are, by the weight's name; as `coded_weights`."""
-    return {name: coded.scales for name, coded in coded_weights(config, specs, where).items()}
-
-
 def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
     """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
     one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
