@@ -16,13 +16,7 @@ from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
 from precisionctl.checkpoints.output import lay_out_file
-from precisionctl.checkpoints.safetensors_file import (
-    LONGEST_NAME,
-    StoredTensor,
-    make_header,
-    read_header,
-    split_shards,
-)
+from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file

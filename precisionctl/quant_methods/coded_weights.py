@@ -17,15 +17,7 @@ from precisionctl.fp8.elements import element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import (
-    CodeFormat,
-    Quantization,
-    QuantMethod,
-    Scales,
-    quant_methods,
-    sibling,
-    sized,
-)
+from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod, Scales, quant_methods, sibling, sized
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:

@@ -19,12 +19,7 @@ from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, w
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state_writer import (
-    demanded,
-    grouped_payloads,
-    origin,
-    write_sidecar,
-)
+from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin, write_sidecar
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
