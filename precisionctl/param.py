@@ -31,6 +31,17 @@ GEMM_ALIGNMENT = 16
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
 
 
+def state_name(kind: str, parameter: str) -> str:
+    """The name of what an optimizer keeps of a parameter."""
+    return f"{STATE}{kind}.{parameter}"
+
+
+def kind_and_parameter(name: str) -> tuple[str, str]:
+    """The inverse of `state_name`; of a tensor of the model itself the kind is empty."""
+    kind, _, parameter = name.removeprefix(STATE).partition(".")
+    return (kind, parameter) if name.startswith(STATE) else ("", name)
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How tensor parallelism cuts a tensor.
@@ -137,6 +148,11 @@ class TensorSpec:
     def element(self) -> Element:
         """Of codes: the numbers that they are."""
         return self.packing.element if self.packing else element_of(self.dtype)
+
+    @property
+    def codes_name(self) -> str:
+        """Of codes: the name of their format."""
+        return self.packing.name if self.packing else "FP8"
 
     @property
     def stored_dtype(self) -> str:

@@ -95,7 +95,7 @@ def test_names_and_shapes_are_those_that_the_class_has_in_memory(tmp_path: Path,
     writer = plan_command(Request(tmp_path / "hf", tmp_path / "out", "hf", container="dcp")).writer
     assert isinstance(writer, dcp_writer.DcpWriter)
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert {name: tensor.shape for name, tensor in writer.stored.items()} == expected
+    assert {name: tensor.shape for name, tensor in writer.placement.stored.items()} == expected
 
 
 def test_bytes_do_not_depend_on_workers_and_large_tensors_are_cut(

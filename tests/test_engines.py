@@ -36,8 +36,8 @@ def findings(engine, config, specs, read=one):
 
 def test_every_engine_reads_what_it_is_written_in():
     for engine in ENGINES.values():
-        written = {(method, FOUR_BITS.get(scheme, scheme)) for scheme, method in engine.spells.items()}
-        assert written <= engine.reads
+        for scheme, method in engine.spells.items():
+            assert FOUR_BITS.get(scheme, scheme) in engine.reads[method]
 
 
 @EVERY

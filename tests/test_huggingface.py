@@ -305,7 +305,7 @@ def test_transformers_and_torch_load_bin_files_that_we_wrote(tmp_path: Path, lar
     reader = HuggingFaceReader(tmp_path / "source")
     target = tmp_path / "target"
     target.mkdir()
-    writer = HuggingFaceWriter(target, reader.specs, reader.companions, {}, max_shard_size=largest, spelling=BIN)
+    writer = HuggingFaceWriter(target, reader.specs, reader.companions, {}, max_shard_size=largest, file_format=BIN)
     writer.lay_out()
     for name, spec in reader.specs.items():
         write_rows(writer, name, 0, read_tensor(reader, name).reshape(spec.rows, spec.columns))

@@ -151,13 +151,13 @@ def with_scales(state: Fp8State, scale: float) -> Fp8State:
     return Fp8State({role: dataclasses.replace(part, scale=torch.tensor(scale)) for role, part in state.roles.items()})
 
 
-@pytest.mark.parametrize("place", ["extra_state", "sidecar"])
-def test_fp8_state_comes_back_from_the_modules_or_from_the_sidecar(tmp_path, place):
+@pytest.mark.parametrize("live", [True, False])
+def test_fp8_state_comes_back_from_the_modules_or_from_the_sidecar(tmp_path, live):
     states = fp8_states()
-    write(tmp_path, values(specs()), states, fp8_in=place)
+    write(tmp_path, values(specs()), states, live=live)
     reader = TorchDistReader(tmp_path)
-    assert (tmp_path / sidecar.RELATIVE).exists() == (place == "sidecar")
-    assert reader.args.get("fp8") == ("hybrid" if place == "extra_state" else None)
+    assert (tmp_path / sidecar.RELATIVE).exists() != live
+    assert reader.args.get("fp8") == ("hybrid" if live else None)
     found = reader.fp8
     assert found is not None
     assert (found.recipe, found.producer, found.iteration) == (states.recipe, "somebody", 5)

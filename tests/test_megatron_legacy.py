@@ -159,7 +159,7 @@ def test_fp8_state_goes_into_every_rank_and_comes_back_by_expert(tmp_path: Path,
 def test_fp8_state_can_stay_in_the_sidecar(tmp_path: Path) -> None:
     source = model(tmp_path, "llama-3")
     states = recorded(source)
-    write(source, tmp_path / "release", Parallelism(2), states, fp8_in="sidecar")
+    write(source, tmp_path / "release", Parallelism(2), states, live=False)
     reader = LegacyReader(tmp_path / "release")
     assert reader.fp8 is not None
     same_states(reader.fp8, states)

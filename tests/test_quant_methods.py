@@ -9,7 +9,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, CODES, TENSOR, Scales, Scheme, block_of, quant_methods
-from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise, stored_scales
+from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, encoding, recognise
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 METHODS = quant_methods()
@@ -26,6 +26,11 @@ EACH = pytest.mark.parametrize(
     [(METHODS[name], scheme) for name, scheme in WRITTEN],
     ids=lambda given: getattr(given, "name", given),
 )
+
+
+def stored_scales(config, specs):
+    """Where the scales of every weight that is codes are, by the weight's name."""
+    return {name: coded.scales for name, coded in coded_weights(config, specs).items()}
 
 
 def exported(method, scheme):

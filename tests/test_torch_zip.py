@@ -226,12 +226,11 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
 
 
 def fill(archive: torch_zip_writer.Archive, path, tensors: list[torch.Tensor]) -> None:
-    with open(path, "wb") as file:
-        archive.write_around(file.fileno())
+    archive.write_around(path)
+    with open(path, "r+b") as file:
         for hole, tensor in zip(archive.holes.values(), tensors, strict=True):
             file.seek(hole)
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-        file.truncate(archive.length)
 
 
 @pytest.mark.parametrize("mmap", [True, False])

@@ -7,13 +7,11 @@ from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES,
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
     MLP_NORM,
-    OUTPUT,
     ROTARY,
     TIED,
     UNGATED_MLP,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rearrange import SAME, SCALAR
@@ -40,15 +38,12 @@ _XIELU = tuple(
 
 ARCHITECTURE = Architecture(
     model_types={"apertus": "ApertusForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *renamed(ATTENTION_NORM, {"input_layernorm": "attention_layernorm"}),
         *ATTENTION,
         *renamed(MLP_NORM, {"post_attention_layernorm": "feedforward_layernorm"}),
         *UNGATED_MLP,
         *_XIELU,
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *SIZES,

@@ -4,20 +4,18 @@ from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES,
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
     MLP_NORM,
-    OUTPUT,
     ROTARY,
     TIED,
     UNGATED_MLP,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"arcee": "ArceeForCausalLM"},
-    rows=(*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *UNGATED_MLP, *FINAL_NORM, *OUTPUT),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *UNGATED_MLP),
     config=(
         *SIZES,
         HEADS,

@@ -4,23 +4,13 @@ Traps: norms are LayerNorms without biases; rotary channels are neighbouring pai
 """
 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, Only, tied
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    OUTPUT,
-    ROTARY,
-    SEPARATE_NORM,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, FINAL_NORM, MLP, ROTARY, SEPARATE_NORM, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Condition, Row
 from precisionctl.architectures.rope import rope
 
 _BIAS = Condition("norm_bias")
 
-ROWS = (
-    *EMBEDDING,
+ROWS = model_rows(
     *SEPARATE_NORM,
     Row(
         "model.layers.{layer}.input_layernorm.bias",
@@ -30,9 +20,7 @@ ROWS = (
     ),
     *ATTENTION,
     *MLP,
-    *FINAL_NORM,
-    Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS),
-    *OUTPUT,
+    ending=(*FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS)),
 )
 
 COMMON: tuple[Entry, ...] = (

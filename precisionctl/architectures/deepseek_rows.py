@@ -6,7 +6,7 @@ Rows of a prediction layer are the decoder's under other names, and what joins t
 
 from dataclasses import replace
 
-from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, SEPARATE_NORM
+from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
 from precisionctl.architectures.rearrange import GAMMA
@@ -144,19 +144,7 @@ _MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
 
 def decoder(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
     """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
-    return (
-        *EMBEDDING,
-        *attention,
-        *MLP_NORM,
-        *MLP,
-        *MOE_NORM,
-        *ROUTER,
-        *EXPERT_BIAS,
-        *SHARED_EXPERTS,
-        *EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-    )
+    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *EXPERTS)
 
 
 def prediction(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:

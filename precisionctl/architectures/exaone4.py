@@ -20,7 +20,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.llama_rows import ATTENTION, EMBEDDING, FINAL_NORM, MLP, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
@@ -42,15 +42,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION,
-        *POST_ATTENTION_NORM,
-        *MLP,
-        *POST_MLP_NORM,
-        *FINAL_NORM,
-        *OUTPUT,
-    ),
+    rows=model_rows(*ATTENTION, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM),
     config=(
         *SIZES,
         HEADS,

@@ -1,7 +1,7 @@
 """Rows of families with norms after attention and MLP, before these are added: Gemma 2 and 3 have them beside the norms
 before a block, OLMo 2 and others instead of these."""
 
-from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, EMBEDDING, FINAL_NORM, MLP, OUTPUT
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, model_rows
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrange import GAMMA
 
@@ -23,8 +23,7 @@ POST_MLP_NORM = (
     ),
 )
 
-ROWS = (
-    *EMBEDDING,
+ROWS = model_rows(
     *ATTENTION_NORM,
     *ATTENTION,
     *POST_ATTENTION_NORM,
@@ -36,6 +35,4 @@ ROWS = (
     ),
     *MLP,
     *POST_MLP_NORM,
-    *FINAL_NORM,
-    *OUTPUT,
 )

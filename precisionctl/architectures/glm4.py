@@ -9,29 +9,24 @@ from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
     JOINED_MLP,
     MLP_NORM,
-    OUTPUT,
     ROTARY,
     TIED,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"glm4": "Glm4ForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
         *renamed(POST_ATTENTION_NORM, {"post_attention_layernorm": "post_self_attn_layernorm"}),
         *MLP_NORM,
         *JOINED_MLP,
         *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *SIZES,

@@ -17,15 +17,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM
 from precisionctl.architectures.param_map import Architecture, Either, Row
@@ -52,8 +44,7 @@ def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Rearrangem
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_oss": "GptOssForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
         Row(
@@ -91,8 +82,6 @@ ARCHITECTURE = Architecture(
             ("hidden_size",),
             layers="moe",
         ),
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *SIZES,

@@ -5,15 +5,7 @@ Trap: `input_linear` is gate, then up, of each expert.
 
 from precisionctl.architectures.config_keys import Key
 from precisionctl.architectures.granite import COMMON
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture, Either, renamed
@@ -27,14 +19,11 @@ _IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts"
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoe": "GraniteMoeForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
         *MOE_NORM,
         Either(renamed((*ROUTER, *FUSED), _NAMES), renamed((*ROUTER, *FUSED), _IN_MEMORY), in_memory=True),
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *COMMON,

@@ -16,17 +16,7 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import read_rope, rope, rotary_parameters
 from precisionctl.model_shape import real
@@ -47,14 +37,8 @@ def _read_rope(config: Config, where: object) -> Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION_NORM,
-        *renamed(ATTENTION, {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
-        *MLP_NORM,
-        *MLP,
-        *FINAL_NORM,
-        *OUTPUT,
+    rows=model_rows(
+        *ATTENTION_NORM, *renamed(ATTENTION, {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}), *MLP_NORM, *MLP
     ),
     config=(
         *SIZES,

@@ -3,31 +3,14 @@
 Trap: a Llama's `attention_bias` is of all four linears, Megatron's `add_qkv_bias` of three.
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    HEADS,
-    SILU,
-    SIZES,
-    Key,
-    tied,
-)
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"llama": "LlamaForCausalLM"},
-    rows=(*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM, *OUTPUT),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP),
     config=(
         *SIZES,
         HEADS,

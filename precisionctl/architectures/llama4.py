@@ -22,17 +22,7 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrange import Transposed
@@ -128,8 +118,7 @@ _EXPERT_KEYS: tuple[Entry, ...] = (
 
 ARCHITECTURE = Architecture(
     model_types={"llama4_text": "Llama4ForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
         *MLP_NORM,
@@ -137,8 +126,6 @@ ARCHITECTURE = Architecture(
         *MOE_NORM,
         *renamed(renamed((*ROUTER, *SHARED_EXPERTS), _NAMES), _MLP),
         _EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *(entry for entry in SIZES if "intermediate_size" not in entry.keys),

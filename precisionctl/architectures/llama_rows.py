@@ -1,6 +1,6 @@
 """Groups of rows that Llama, and every family that took its names from it, have in common."""
 
-from precisionctl.architectures.param_map import Alias, Condition, Row, when
+from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
 from precisionctl.architectures.rearrange import GAMMA, GATE_UP, QKV, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
@@ -238,3 +238,8 @@ TIED = Alias("lm_head.weight", of="model.embed_tokens.weight", switch="tied_embe
 
 ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 """Derived: older versions stored it."""
+
+
+def model_rows(*layers: Row | Either, ending: tuple[Row, ...] = FINAL_NORM) -> tuple[Row | Either, ...]:
+    """All rows of a model whose layers have these; `ending` are those between the layers' and the output's."""
+    return (*EMBEDDING, *layers, *ending, *OUTPUT)

@@ -19,14 +19,12 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
     ROTARY,
     TIED,
+    model_rows,
 )
 from precisionctl.architectures.mixtral import EXPERTS as MIXTRAL_EXPERTS
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
@@ -48,8 +46,7 @@ def _read_rope(config: Config, where: object) -> Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"minimax_m2": "MiniMaxM2ForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *QKV_LINEAR,
         *QK_NORMS_OVER_HEADS,
@@ -60,8 +57,6 @@ ARCHITECTURE = Architecture(
             (*renamed(EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
             in_memory=True,
         ),
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *SIZES,

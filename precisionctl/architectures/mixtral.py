@@ -16,15 +16,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
@@ -61,15 +53,7 @@ EXPERTS = Either(
 
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MOE_NORM,
-        EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-    ),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
     config=(
         *SIZES,
         HEADS,

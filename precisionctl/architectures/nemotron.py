@@ -3,45 +3,33 @@
 Trap: norms store their factor less one, in Hugging Face as in Megatron (`--apply-layernorm-1p`).
 """
 
-from precisionctl.architectures.config_keys import (
-    ATTENTION_BIAS,
-    HEADS,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    tied,
-)
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SIZES, Always, Key, Only, tied
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
     ATTENTION_NORM_BIAS,
-    EMBEDDING,
     FINAL_NORM,
     FINAL_NORM_BIAS,
     MLP_NORM,
     MLP_NORM_BIAS,
-    OUTPUT,
     ROTARY,
     TIED,
     UNGATED_MLP,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron": "NemotronForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION_NORM_BIAS,
         *ATTENTION,
         *MLP_NORM,
         *MLP_NORM_BIAS,
         *UNGATED_MLP,
-        *FINAL_NORM,
-        *FINAL_NORM_BIAS,
-        *OUTPUT,
+        ending=(*FINAL_NORM, *FINAL_NORM_BIAS),
     ),
     config=(
         *SIZES,

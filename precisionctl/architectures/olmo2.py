@@ -6,33 +6,13 @@ Trap: `post_attention_layernorm` is what its name says here, and not Llama's nor
 
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, tied
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
-from precisionctl.architectures.llama_rows import (
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    OUTPUT,
-    PROJ,
-    QK_NORMS_OVER_HEADS,
-    QKV_LINEAR,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import MLP, PROJ, QK_NORMS_OVER_HEADS, QKV_LINEAR, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 NORM_OVER_HEADS: tuple[Entry, ...] = (Always("qk_layernorm", True), Always("qk_layernorm_over_heads", True))
 
-ROWS = (
-    *EMBEDDING,
-    *QKV_LINEAR,
-    *QK_NORMS_OVER_HEADS,
-    *PROJ,
-    *POST_ATTENTION_NORM,
-    *MLP,
-    *POST_MLP_NORM,
-    *FINAL_NORM,
-    *OUTPUT,
-)
+ROWS = model_rows(*QKV_LINEAR, *QK_NORMS_OVER_HEADS, *PROJ, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM)
 
 COMMON: tuple[Entry, ...] = (
     *SIZES,

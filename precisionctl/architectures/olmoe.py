@@ -6,14 +6,12 @@ Trap: `intermediate_size` is an expert's.
 from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, Only, tied
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
     PROJ,
     QK_NORMS_OVER_HEADS,
     QKV_LINEAR,
     ROTARY,
     TIED,
+    model_rows,
 )
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
@@ -24,18 +22,7 @@ from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"olmoe": "OlmoeForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION_NORM,
-        *QKV_LINEAR,
-        *QK_NORMS_OVER_HEADS,
-        *PROJ,
-        *MOE_NORM,
-        *ROUTER,
-        *EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-    ),
+    rows=model_rows(*ATTENTION_NORM, *QKV_LINEAR, *QK_NORMS_OVER_HEADS, *PROJ, *MOE_NORM, *ROUTER, *EXPERTS),
     config=(
         *SIZES,
         HEADS,

@@ -3,16 +3,7 @@
 Trap: half of each head's channels are rotated.
 """
 
-from precisionctl.architectures.config_keys import (
-    GELU_TANH,
-    HEADS,
-    SIZES,
-    Always,
-    Key,
-    Only,
-    activation,
-    tied,
-)
+from precisionctl.architectures.config_keys import GELU_TANH, HEADS, SIZES, Always, Key, Only, activation, tied
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     EMBEDDING,

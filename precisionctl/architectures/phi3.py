@@ -14,16 +14,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    JOINED_MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rearrange import QKV, Joined
 from precisionctl.architectures.rope import rope
@@ -39,8 +30,7 @@ def _write_original(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"phi3": "Phi3ForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         Row(
             "model.layers.{layer}.self_attn.qkv_proj.weight",
@@ -59,8 +49,6 @@ ARCHITECTURE = Architecture(
         ),
         *MLP_NORM,
         *JOINED_MLP,
-        *FINAL_NORM,
-        *OUTPUT,
     ),
     config=(
         *SIZES,

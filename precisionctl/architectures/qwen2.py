@@ -3,16 +3,7 @@
 Trap: no key of config.json says that those biases are there, and o_proj has none.
 """
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Key,
-    sliding_window,
-    tied,
-)
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Key, sliding_window, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

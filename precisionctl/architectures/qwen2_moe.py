@@ -3,28 +3,8 @@
 Trap: without `norm_topk_prob`, as released, the chosen experts' weights are their scores among all.
 """
 
-from precisionctl.architectures.config_keys import (
-    HEADS,
-    SILU,
-    SIZES,
-    Always,
-    Config,
-    Key,
-    size,
-    sliding_window,
-    tied,
-)
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Key, size, sliding_window, tied
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3_moe import EXPERT_KEYS
@@ -38,19 +18,7 @@ def _every_other_of_the_first(config: Config, layers: int) -> list[bool]:
 
 ARCHITECTURE = Architecture(
     model_types={"qwen2_moe": "Qwen2MoeForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MLP_NORM,
-        *MLP,
-        *MOE_NORM,
-        *ROUTER,
-        *GATED_SHARED_EXPERT,
-        *EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-    ),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS),
     config=(
         *SIZES,
         HEADS,

@@ -7,7 +7,7 @@ dimensions (`mrope`) are all the same in text.
 from precisionctl.architectures.config_keys import SIZES
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, delta_net, prediction
-from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrange import BY_KIND
 
@@ -17,7 +17,7 @@ IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 def rows(*mlp: Row | Either) -> tuple[Row | Either, ...]:
     """All, where these are the rows of a layer's MLP."""
     attention = delta_net(BY_KIND, *IN_PROJ, values=IN_PROJ[2:])
-    return (*EMBEDDING, *attention, *mlp, *FINAL_NORM, *OUTPUT, *prediction(*mlp))
+    return (*model_rows(*attention, *mlp), *prediction(*mlp))
 
 
 PREDICTION_LAYERS = prediction_layers("mtp_num_hidden_layers")

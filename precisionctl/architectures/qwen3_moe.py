@@ -14,17 +14,7 @@ from precisionctl.architectures.config_keys import (
     size,
     sliding_window,
 )
-from precisionctl.architectures.llama_rows import (
-    ATTENTION,
-    ATTENTION_NORM,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    MLP_NORM,
-    OUTPUT,
-    ROTARY,
-    TIED,
-)
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3 import COMMON
@@ -63,18 +53,7 @@ EXPERT_KEYS: tuple[Entry, ...] = (*EXPERTS_OF_LAYERS, SCORES)
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
-    rows=(
-        *EMBEDDING,
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MLP_NORM,
-        *MLP,
-        *MOE_NORM,
-        *ROUTER,
-        *EXPERTS,
-        *FINAL_NORM,
-        *OUTPUT,
-    ),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERTS),
     config=(
         *COMMON,
         *EXPERT_KEYS,

@@ -8,7 +8,7 @@ each head's channels is rotated.
 from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, prediction
-from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS
 from precisionctl.architectures.rearrange import BY_HEAD
@@ -16,12 +16,7 @@ from precisionctl.architectures.rearrange import BY_HEAD
 ARCHITECTURE = Architecture(
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},
     rows=(
-        *EMBEDDING,
-        *delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)),
-        *DENSE,
-        *SPARSE,
-        *FINAL_NORM,
-        *OUTPUT,
+        *model_rows(*delta_net(BY_HEAD, "in_proj_qkvz", "in_proj_ba", values=("in_proj_ba",)), *DENSE, *SPARSE),
         *prediction(*DENSE, *SPARSE),
     ),
     config=(

@@ -113,9 +113,9 @@ def rope_by_kind(base: float, local_base: float) -> Rule:
     return Rule((*KEYS, "rope_local_base_freq"), read, write)
 
 
-def rotary_parameters(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:
+def rotary_parameters(config: Config, where: object) -> Mapping[str, Any]:
     """What config.json says of rotary embeddings, under either of its keys."""
-    parameters = config.get(key) or config.get("rope_scaling") or {}
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
     return parameters

@@ -7,21 +7,20 @@ from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, K
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
-    EMBEDDING,
     FINAL_NORM,
     MLP,
     MLP_NORM,
     NORM_BIASES,
-    OUTPUT,
     ROTARY,
     TIED,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"stablelm": "StableLmForCausalLM"},
-    rows=(*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM, *NORM_BIASES, *OUTPUT),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, ending=(*FINAL_NORM, *NORM_BIASES)),
     config=(
         *SIZES,
         HEADS,

@@ -18,29 +18,25 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
-    EMBEDDING,
     FINAL_NORM,
     MLP_NORM,
     NORM_BIASES,
-    OUTPUT,
     ROTARY,
     TIED,
     UNGATED_MLP,
+    model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"starcoder2": "Starcoder2ForCausalLM"},
-    rows=(
-        *EMBEDDING,
+    rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
         *MLP_NORM,
         *renamed(UNGATED_MLP, {"up_proj": "c_fc", "down_proj": "c_proj"}),
-        *FINAL_NORM,
-        *NORM_BIASES,
-        *OUTPUT,
+        ending=(*FINAL_NORM, *NORM_BIASES),
     ),
     config=(
         *SIZES,

@@ -32,7 +32,7 @@ from precisionctl.checkpoints.trainer_run import (
     with_parameters,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
-from precisionctl.param import MOMENTUM, STATE, TensorSpec
+from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """Where accelerate has the model, in the directory of a step."""
@@ -92,7 +92,7 @@ class DcpModelReader(TrainerDirectory):
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
         for each in filter(None, (index, index_of_optimizer)):
             _check_apart(each, path)
-        prefixes = {kind: f"{STATE}{kind}." if kind else "" for kind in tensors}
+        prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
         self.of_torchtitan = torchtitan.EMBEDDING in tensors[""]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
-from precisionctl.checkpoints.companions import to_json
+from precisionctl.checkpoints.companions import to_json, write_companions
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
-from precisionctl.checkpoints.torch_dist.placement import Placed, lay_out, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import ONE_RANK, STATE, TensorSpec
+from precisionctl.param import ONE_RANK, TensorSpec, kind_and_parameter, state_name
 
 PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
@@ -63,25 +62,15 @@ class DcpWriter:
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     @cached_property  # a plan needs no places
-    def _placed(self) -> list[Placed]:
+    def placement(self) -> Placement:
         keys = {name: self._key(name) for name in self.specs}
-        return place(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
-
-    @cached_property
-    def _chunks(self) -> Mapping[str, list[Chunk]]:
-        found: dict[str, list[Chunk]] = {name: [] for name in self.specs}
-        for placed in self._placed:
-            found[placed.name].append(placed.chunk)
-        return found
+        return Placement(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
 
     def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The key that a tensor is stored under, and its place in a stack of experts."""
         stored, expert = stored_name(name)
-        if stored.startswith(STATE):
-            kind, _, parameter = stored.removeprefix(STATE).partition(".")
-            path = self._path_of_state(parameter, kind)
-        else:
-            path = self._path_of_weight(stored)
+        kind, parameter = kind_and_parameter(stored)
+        path = self._path_of_state(parameter, kind) if kind else self._path_of_weight(stored)
         key = ".".join(path)
         self._paths[key] = path
         return key, () if expert is None else (expert,)
@@ -92,24 +81,16 @@ class DcpWriter:
     def _path_of_state(self, parameter: str, kind: str) -> tuple[str, ...]:
         return "optimizer", "state", parameter, kind
 
-    @cached_property
-    def stored(self) -> dict[str, dcp.DcpTensor]:
-        """The tensors by key, stacks whole."""
-        return stored_tensors(self.specs, self._placed)
-
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._chunks[name]
+        return self.placement.chunks[name]
 
     def lay_out(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lay_out(self._placed)
+        self.placement.lay_out()
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write Adam's counts and settings, companion files, FP8 state, and last `.metadata`."""
-        tensors, objects = dict(self.stored), dict[str, torch_zip.Span]()
-        taken = {placed.path for placed in self._placed}
-        files = (self.directory / f"__0_{number}.distcp" for number in itertools.count())
-        path, offset = next(file for file in files if file not in taken), 0
+        tensors, objects = dict(self.placement.stored), dict[str, torch_zip.Span]()
+        path, offset = self.placement.free_file, 0
         with open(path, "wb") as file:
             for place_of, record, shape in self._beside():
                 key = ".".join(map(str, place_of))
@@ -119,8 +100,7 @@ class DcpWriter:
                 else:
                     tensors[key] = dcp.DcpTensor(shape, DType.float32, (dcp.DcpPiece(shape, shape, span),))
                 offset += file.write(record)
-        for name, data in self._companions.files.items():
-            (self.directory / name).write_bytes(data)
+        write_companions(self.directory, self._companions)
         config = config_of_values(self._companions, self._config, self.specs)
         (self.directory / "config.json").write_bytes(to_json(config))
         if fp8 is not None:
@@ -130,7 +110,7 @@ class DcpWriter:
     def _beside(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
         """What is small, each with its path in the state dict and its archive: the count of every parameter, a tensor
         of no dimension, and the settings of the groups."""
-        prefix = f"{STATE}exp_avg."
+        prefix = state_name("exp_avg", "")
         moments = {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
         if not self._run or not moments:
             return

@@ -23,7 +23,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import count_of_updates, different_counts
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
 
@@ -41,7 +41,7 @@ class FsdpDtensorReader(TorchDistReader):
 
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         super().__init__(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
-        first = f"{STATE}exp_avg."
+        first = state_name("exp_avg", "")
         trained = [name.removeprefix(first) for name in self._of_optimizer if name.startswith(first)]
         self._masters: Mapping[str, TensorSpec] = {
             f"{MASTER}{name}": self.specs[name]

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.huggingface_files import (
     SAFETENSORS,
     WeightFileFormat,
     WeightFiles,
-    spelling_of,
+    file_format_of,
     stored_places,
 )
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
@@ -43,7 +43,7 @@ def recognise(path: Path) -> bool:
     return (
         not (path / "adapter_config.json").exists()
         and (path / "config.json").exists()
-        and spelling_of(path) is not None
+        and file_format_of(path) is not None
     )
 
 
@@ -61,20 +61,20 @@ class HuggingFaceReader:
     def __init__(self, path: Path, companions: Companions | None = None) -> None:
         """`companions` in place of its own; config.json is its own in any case."""
         self.path = path
-        self._spelling = spelling_of(path) or SAFETENSORS
+        self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
         self.companions = companions or self.own_companions
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
-        if chosen not in (None, self._spelling.single, self._spelling.index):
+        if chosen not in (None, self._file_format.single, self._file_format.index):
             raise DamagedCheckpoint(
                 f"with `transformers_weights`, transformers reads {shown(chosen)}, "
-                f"and engines read {self._spelling.single}",
+                f"and engines read {self._file_format.single}",
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        places = unpacked(stored_places(path, self._spelling))
+        places = unpacked(stored_places(path, self._file_format))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         self.transposed = transposed_codes(self.config, StoredTensors(places), path / "config.json")
         coded = {} if self.transposed else coded_weights(self.config, stored, path / "config.json")
@@ -99,7 +99,7 @@ class HuggingFaceReader:
 
     @property
     def container(self) -> str:
-        return self._spelling.name
+        return self._file_format.name
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -193,7 +193,7 @@ class HuggingFaceWriter:
 
     `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
     there is none) with the target's dtype and `quantization`, and with those keys of `config` that it `lacks`.
-    `extra_files` are written beside it, and the weights in the files of a `spelling`. FP8 state goes to the place of
+    `extra_files` are written beside it, and the weights in the files of a `file_format`. FP8 state goes to the place of
     one that is `live`, or carried.
     """
 
@@ -204,13 +204,13 @@ class HuggingFaceWriter:
     quantization: Mapping[str, Any] | None = None
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
-    spelling: WeightFileFormat = SAFETENSORS
+    file_format: WeightFileFormat = SAFETENSORS
     live: bool = False
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @cached_property
     def _files(self) -> WeightFiles:
-        return WeightFiles(self.directory, self.specs, self.max_shard_size, self.spelling)
+        return WeightFiles(self.directory, self.specs, self.max_shard_size, self.file_format)
 
     def lay_out(self) -> None:
         self._files.lay_out()

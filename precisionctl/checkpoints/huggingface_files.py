@@ -15,14 +15,8 @@ from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
-from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.safetensors_file import (
-    LONGEST_NAME,
-    StoredTensor,
-    make_header,
-    read_header,
-    split_shards,
-)
+from precisionctl.checkpoints.output import lay_out_file
+from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
@@ -100,21 +94,21 @@ SAFETENSORS = WeightFileFormat("safetensors", "model", ".safetensors", read_head
 BIN = WeightFileFormat("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
 
 
-def spelling_of(directory: Path) -> WeightFileFormat | None:
+def file_format_of(directory: Path) -> WeightFileFormat | None:
     """The format of a directory's weights; None if there are none. Safetensors if there are both, as transformers
     chooses."""
-    for spelling in (SAFETENSORS, BIN):
-        if (directory / spelling.index).is_file() or (directory / spelling.single).is_file():
-            return spelling
+    for file_format in (SAFETENSORS, BIN):
+        if (directory / file_format.index).is_file() or (directory / file_format.single).is_file():
+            return file_format
     return SAFETENSORS if any(directory.glob("*.safetensors")) else None
 
 
-def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
+def read_stored(directory: Path, file_format: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
     """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict each other."""
-    weight_map = _weight_map(directory, spelling)
-    single = directory / spelling.single
+    weight_map = _weight_map(directory, file_format)
+    single = directory / file_format.single
     # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
-    unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
+    unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{file_format.suffix}"))
     if not weight_map:
         _check_all_shards(unindexed, directory)
     found: dict[Path, dict[str, StoredTensor]] = {}
@@ -122,10 +116,10 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
         check_link(file, directory)
         if not file.is_file():
             raise DamagedCheckpoint("not a file", where=file, do="Download it again.")
-        found[file] = spelling.read(file)
+        found[file] = file_format.read(file)
     for name, file in weight_map.items():
         if name not in found[file]:
-            what = f"{spelling.index} says that `{name}` is in {file.name}, but it is not"
+            what = f"{file_format.index} says that `{name}` is in {file.name}, but it is not"
             raise DamagedCheckpoint(what, where=directory)
     return found
 
@@ -139,11 +133,11 @@ def _check_all_shards(files: Sequence[Path], directory: Path) -> None:
             raise DamagedCheckpoint(what, where=directory, do="Download the others again.")
 
 
-def stored_places(directory: Path, spelling: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:
+def stored_places(directory: Path, file_format: WeightFileFormat) -> dict[str, tuple[Path, StoredTensor]]:
     """The logical tensors of a directory, by name, with the file that each is in. Raises as `read_stored` and `sliced`,
     and DamagedCheckpoint for a name that two files have."""
     found: dict[str, tuple[Path, StoredTensor]] = {}
-    for file, tensors in read_stored(directory, spelling).items():
+    for file, tensors in read_stored(directory, file_format).items():
         for name, stored in sliced(tensors, file).items():
             if name in found:
                 raise DamagedCheckpoint(
@@ -153,9 +147,9 @@ def stored_places(directory: Path, spelling: WeightFileFormat) -> dict[str, tupl
     return found
 
 
-def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:
+def _weight_map(directory: Path, file_format: WeightFileFormat) -> dict[str, Path]:
     """Tensor name to file, from the index; empty without one."""
-    index, single = directory / spelling.index, directory / spelling.single
+    index, single = directory / file_format.index, directory / file_format.single
     if not has_file(index, directory):
         return {}
     weight_map = parse_json(read_file(index, directory), index).get("weight_map")
@@ -187,7 +181,7 @@ class WeightFiles:
     directory: Path
     specs: Mapping[str, TensorSpec]
     max_shard_size: int = MAX_SHARD_SIZE
-    spelling: WeightFileFormat = SAFETENSORS
+    file_format: WeightFileFormat = SAFETENSORS
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
@@ -195,14 +189,14 @@ class WeightFiles:
             stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
         )
         count = len(shards)
-        return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
+        return {self.directory / self.file_format.shard(number, count): shard for number, shard in enumerate(shards, 1)}
 
     @cached_property
     def _places(self) -> dict[str, Chunk]:
         starts = {
             name: (file, offset)
             for file, shard in self._shards.items()
-            for name, offset in self.spelling.lay_out(shard).offsets.items()
+            for name, offset in self.file_format.lay_out(shard).offsets.items()
         }
         places = {}
         for name, spec in self.specs.items():
@@ -215,14 +209,8 @@ class WeightFiles:
         """Create every file at its final size, with everything but the tensors' bytes. Tensors in existing files are
         not changed."""
         for file, shard in self._shards.items():
-            layout = self.spelling.lay_out(shard)
-            handle = open_weights(file)
-            try:
-                for start, piece in layout.pieces:
-                    os.pwrite(handle, piece, start)
-                os.ftruncate(handle, layout.length)
-            finally:
-                os.close(handle)
+            layout = self.file_format.lay_out(shard)
+            lay_out_file(file, layout.pieces, layout.length)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [self._places[name]]
@@ -234,4 +222,4 @@ class WeightFiles:
             weight_map = {name: file.name for file, shard in self._shards.items() for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             content = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-            (self.directory / self.spelling.index).write_bytes(content)
+            (self.directory / self.file_format.index).write_bytes(content)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
-from precisionctl.checkpoints.output import sync_all
+from precisionctl.checkpoints.output import chunk_files, sync_all
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
@@ -159,5 +158,4 @@ class LocalRows:
 
     def sync(self) -> None:
         """Sync the files that this rank has written to the disk."""
-        chunks = (chunk for name in self.specs for chunk in self.chunks(name))
-        sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
+        sync_all(chunk_files(self, self.specs))

@@ -27,7 +27,7 @@ from precisionctl.checkpoints.trainer_run import (
     stored_group,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
-from precisionctl.param import MOMENTS, STATE, TensorSpec
+from precisionctl.param import MOMENTS, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
@@ -195,7 +195,7 @@ class NumberedOptimizer:
                 offset = value.offset
                 for name in held[index]:
                     shape = self.parameters[name].shape
-                    found[f"{STATE}{kind}.{name}"] = LocatedTensor(value.dtype, shape, offset)
+                    found[state_name(kind, name)] = LocatedTensor(value.dtype, shape, offset)
                     offset += math.prod(shape) * value.dtype.itemsize
         return found
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from precisionctl.checkpoints.base import Chunked
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
 _TOKEN = ".unfinished"
@@ -136,9 +137,22 @@ def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
     return open(handle, "a+", encoding=encoding)
 
 
-def open_weights(path: Path) -> int:
-    """A file descriptor to write weights into; the file is created if it does not exist. Links are not followed."""
-    return os.open(path, os.O_RDWR | _PLAIN, 0o666)
+def chunk_files(place: Chunked, names: Iterable[str]) -> set[Path]:
+    """The files that hold these tensors of a Reader, or will hold those of a Writer."""
+    return {chunk.place for name in names for chunk in place.chunks(name) if isinstance(chunk.place, Path)}
+
+
+def lay_out_file(path: Path, pieces: Iterable[tuple[int, bytes]], length: int) -> None:
+    """Create a file for weights, `length` bytes long, with these pieces at their offsets. What an existing one has
+    between them is not changed. Links are not followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | _PLAIN, 0o666)
+    try:
+        for start, piece in pieces:
+            os.pwrite(file, piece, start)
+        os.ftruncate(file, length)
+    finally:
+        os.close(file)
 
 
 _PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

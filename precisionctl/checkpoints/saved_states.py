@@ -20,7 +20,7 @@ from precisionctl.checkpoints.trainer_run import (
     lost_settings,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import STATE, TensorSpec, state_name
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SavedStatesReader(TrainerDirectory):
         self._directory, self._saved = directory, saved
         tensors = self._logical(saved.weights)
         for kind, moments in saved.moments.items():
-            tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
+            tensors |= {state_name(kind, name): one for name, one in self._logical(moments).items()}
         self._tensors = FlatTensors(tensors)
         specs = self._tensors.specs
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}

@@ -10,14 +10,15 @@ import argparse
 import functools
 import io
 import math
-import os
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.checkpoints.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps, dumps_with_memo
@@ -65,10 +66,9 @@ class Archive:
     holes: Mapping[Blank, int]
     length: int
 
-    def write_around(self, file: int) -> None:
-        """Write everything except the holes to an open file."""
-        for start, piece in self.pieces:
-            os.pwrite(file, piece, start)
+    def write_around(self, path: Path) -> None:
+        """Write a file of it, except for the holes: what an existing one has there is not changed."""
+        lay_out_file(path, self.pieces, self.length)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.untrusted.safe_pickle import is_count
 
 NO_COUNT = "nothing says how many updates the optimizer made"
 """Of an optimizer without Adam's count: no other optimizer can continue without it."""
@@ -175,7 +176,7 @@ def trainer_step(path: Path) -> int | None:
     if not has_file(path / _STATE, path):
         return None
     step = parse_json(read_file(path / _STATE, path), path / _STATE).get("global_step")
-    if type(step) is not int or not 0 <= step < 1 << 63:
+    if not is_count(step):
         raise DamagedCheckpoint("it names no step", where=path / _STATE)
     return step
 
@@ -196,7 +197,7 @@ def number(value: object, path: Path) -> int:
     value = _element(value, path)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if not is_count(value):
         raise DamagedCheckpoint(f"{_said(value)} as a number", where=path)
     return value
 

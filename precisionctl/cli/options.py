@@ -131,6 +131,12 @@ grouped_columns_option = click.option(
     type=Choice(["gemm", "role"]),
     help="Order of the experts' FP8 state, if it cannot be detected: gemm for TE 2.3 or newer, role for 1.9 to 2.2.",
 )
+architecture_option = click.option(
+    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
+)
+max_shard_size_option = click.option(
+    "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
+)
 reference_option = click.option(
     "--reference",
     type=CHECKPOINT,

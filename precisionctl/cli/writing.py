@@ -14,13 +14,14 @@ from precisionctl.cli.options import (
     POSITIVE,
     Choice,
     EngineName,
-    Size,
     Writing,
+    architecture_option,
     exclude_option,
     fp8_state_option,
     grouped_columns_option,
     include_option,
     iteration_option,
+    max_shard_size_option,
     megatron_fp8_options,
     parallelism_options,
     reference_option,
@@ -95,13 +96,9 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @include_option
 @exclude_option
 @click.option("--drop-optimizer", is_flag=True, help="Leave out the optimizer and its schedule.")
-@click.option(
-    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
-)
+@architecture_option
 @reference_option
-@click.option(
-    "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
-)
+@max_shard_size_option
 @iteration_option
 @megatron_fp8_options
 @writing_options
@@ -156,17 +153,13 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option("--kv-cache", type=Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
 @click.option("--keep-misfits", is_flag=True, help="Keep weights in BF16 if the engine refuses their shapes.")
 @fp8_state_option
-@click.option(
-    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
-)
+@architecture_option
 @reference_option
 @include_option
 @exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to keep in BF16: a bundled name or a TOML file.")
-@click.option(
-    "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."
-)
+@max_shard_size_option
 @iteration_option
 @writing_options
 @click.pass_context

@@ -132,7 +132,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
             max_shard_size=request.max_shard_size,
-            spelling=BIN if request.container == "bin" else SAFETENSORS,
+            file_format=BIN if request.container == "bin" else SAFETENSORS,
             live=result.live,
             lacks=result.lacks,
         )
@@ -144,7 +144,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
         parallelism=plan.parallelism,
         run=result.run,
         companions=companions,
-        fp8_in="extra_state" if result.live else "sidecar",
+        live=result.live,
         te=request.te_version,
     )
     return WithTowers(writer, plan.towers.targets, request.max_shard_size) if plan.model.wrapper else writer

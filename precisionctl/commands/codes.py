@@ -198,7 +198,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     method = policy.method
     said = method.read(encodings.quantization)
     scheme = said.scheme
-    serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
+    serving = [engine for engine in engines().values() if scheme in engine.reads.get(method.name, ())]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     by_engine = any(form.packing is None or form.same_inputs for form in said.formats)
@@ -217,6 +217,5 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
     title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
     command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
-    bits = {spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values()}
-    codes = " and ".join(sorted(bits))
+    codes = " and ".join(sorted({spec.codes_name for spec in encodings.weights.values()}))
     return Card(name, title, method.name, command, facts, list(encodings.weights), kept, codes=codes)

@@ -263,7 +263,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
     """That weights which were codes are values now, and how they become codes again."""
-    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values())
+    formats = Counter(spec.codes_name for spec in encodings.weights.values())
     counted = " and ".join(f"{count} weights were {name} codes" for name, count in formats.items())
     yield (
         f"{counted}; the result has their decoded values. The scales are kept beside them: `convert --to hf "

@@ -165,7 +165,7 @@ class Request:
             )
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
             raise RecipeError("schemes, caches and ranks are for an engine", do="Name a target.")
-        if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
+        if (self.include or self.exclude) and not self.for_engine:
             raise RecipeError(
                 "--include and --exclude choose what becomes codes, and this result has none", do="Leave them out."
             )
@@ -187,6 +187,11 @@ class Request:
     def for_inference(self) -> bool:
         """Whether the result is a Hugging Face directory in FP8."""
         return self.to == "hf" and self.precision == "fp8"
+
+    @property
+    def for_engine(self) -> bool:
+        """Whether the result has FP8 codes that an inference engine reads."""
+        return self.for_inference and self.target != TE
 
     @property
     def is_state_dict(self) -> bool:
@@ -213,8 +218,7 @@ class Request:
     @property
     def state_recipe(self) -> DelayedScaling | None:
         """The recipe to change FP8 state to; None to keep its own, as for an engine, which has no recipe."""
-        by_engine = self.for_inference and self.target != TE
-        return None if by_engine or self.recipe is None else self.recipe.delayed
+        return None if self.for_engine or self.recipe is None else self.recipe.delayed
 
     def numerics(self, model: ModelShape) -> Precision:
         """The precision asked for, with patterns of layers resolved for this model. Raises UnknownArchitecture where a

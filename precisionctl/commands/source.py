@@ -10,12 +10,12 @@ from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.huggingface_files import spelling_of
+from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import TE, TORCHTITAN, Request
+from precisionctl.commands.request import TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.dtypes import DType
@@ -118,8 +118,7 @@ def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype == DType.bfloat16 for spec in matrices)
-    for_engine = request.for_inference and request.target != TE
-    return None if for_engine and 2 * narrow > len(matrices) else request.dtype
+    return None if request.for_engine and 2 * narrow > len(matrices) else request.dtype
 
 
 def open_hinted(
@@ -210,5 +209,5 @@ def _companions_of(reference: Path) -> Companions:
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
     """The towers of a reference that is a wrapper; None for others, of which no weights are read."""
     config = parse_json(companions.files["config.json"], reference / "config.json")
-    has_weights = not (reference / "config.json").is_file() or spelling_of(reference) is not None
+    has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

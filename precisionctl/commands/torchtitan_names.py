@@ -5,7 +5,7 @@ from dataclasses import replace
 from precisionctl.architectures.rearrange import QKV, SAME, RotaryPairs
 from precisionctl.checkpoints.torchtitan import fused_name, torchtitan_name
 from precisionctl.errors import MappingError
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.plan import Job, Plan
 
 
@@ -37,7 +37,5 @@ def with_torchtitan_names(plan: Plan) -> Plan:
 
 def _torchtitan_name(name: str) -> str:
     """The name of a weight, or of the state of one."""
-    if not name.startswith(STATE):
-        return torchtitan_name(name)
-    kind, _, parameter = name.removeprefix(STATE).partition(".")
-    return f"{STATE}{kind}.{torchtitan_name(parameter)}"
+    kind, parameter = kind_and_parameter(name)
+    return state_name(kind, torchtitan_name(parameter)) if kind else torchtitan_name(name)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.base import Chunk, Chunked
-from precisionctl.checkpoints.output import forget, sync_all
+from precisionctl.checkpoints.output import chunk_files, forget, sync_all
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
@@ -64,7 +64,7 @@ def run(
 
     Returns what jobs found out, including those that were done before.
     """
-    done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
+    done = journal.done if journal and all(file.is_file() for file in chunk_files(writer, plan.targets)) else set()
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()
@@ -118,7 +118,7 @@ def check(
 
     Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for the first difference.
     """
-    for file in _files(plan.targets, writer):
+    for file in chunk_files(writer, plan.targets):
         forget(file)
     shares = deal(plan.costs(plan.jobs), ranks.count)  # not bytes, as when writing: a SHA-256 is of a whole tensor
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
@@ -130,10 +130,6 @@ def check(
             checksums |= found
             on_bytes(plan.job_bytes(job))
     return checksums
-
-
-def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
-    return {chunk.place for name in names for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
 
 
 def parts_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, range]]:
@@ -221,7 +217,7 @@ class _Recorder:
     def _record(self, batch: list[JobResult]) -> None:
         if self._journal is None or not batch:
             return
-        sync_all(_files((name for job, _ in batch for name in job.outputs), self._writer))
+        sync_all(chunk_files(self._writer, (name for job, _ in batch for name in job.outputs)))
         found = Findings()
         for _, new in batch:
             found |= new

@@ -63,7 +63,7 @@ class _EdgeEnd:
 
 def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _EdgeEnd:
     exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
-    name = weight.packing.name if weight.packing else "MXFP8" if exponents else "FP8"
+    name = "MXFP8" if exponents and not weight.packing else weight.codes_name
     divides = scales.divides if scales.global_scale else None
     return _EdgeEnd(name, weight.element, scales.block, divides, scales.zero_points is not None)
 

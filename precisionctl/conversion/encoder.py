@@ -14,7 +14,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share, share_global
 from precisionctl.fp8.elements import Element
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.encoding import Encoding, scale_dtype
 from precisionctl.fp8.group_scales import packed_zero_points
 from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
@@ -157,8 +157,8 @@ class Encoder:
 
     def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
         """How to encode, after one pass; what is known of it by now is written."""
-        dtype = self._specs[encode.weights[name].weight].dtype
-        encoding = found.encoding((DType.float8_e8m0fnu if dtype == DType.uint8 else dtype).torch, encode.numbers)
+        dtype = scale_dtype(self._specs[encode.weights[name].weight].dtype)
+        encoding = found.encoding(dtype.torch, encode.numbers)
         if not found.searches:
             self._put_grid(encode.weights[name], encoding)
         self._put_further(name, encode.weights[name], encoding)
@@ -192,8 +192,7 @@ class Encoder:
     def _put_grid(self, scales: Scales, encoding: Encoding, row: int = 0) -> None:
         """Write rows of a grid of scales from one on, given in FP32 or as they are stored (exponents as bytes)."""
         spec = self._specs[scales.weight]
-        dtype = DType.float8_e8m0fnu if spec.dtype == DType.uint8 else spec.dtype
-        stored = encoding.scale_inv.to(dtype.torch).contiguous()
+        stored = encoding.scale_inv.to(scale_dtype(spec.dtype).torch).contiguous()
         self._put(scales.weight, row, stored.view(spec.dtype.torch).reshape(-1, spec.columns))
 
     def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:

@@ -64,10 +64,9 @@ class Journal:
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
     """The journal of another rank than the first. It is in the partial directory, and discarded with it."""
-    with open_kept(output.share_journal(rank), _ANY) as file:
-        lock(file, _taken(output), PATIENCE)
+    with _locked(output, output.share_journal(rank)) as (file, text):
         journal = Journal(file)
-        journal._continue(*_whole_lines(_text(file, output)))
+        journal._continue(*_whole_lines(text))
         yield journal
 
 
@@ -86,9 +85,7 @@ def open_journal(
     output.check_free()
     output.check_links()
     output.path.parent.mkdir(parents=True, exist_ok=True)
-    with open_kept(output.journal, _ANY) as file:
-        lock(file, _taken(output), PATIENCE)
-        text = _text(file, output)
+    with _locked(output, output.journal) as (file, text):
         lines, length = _whole_lines(text)
         if not restart:
             _check_ours(output, text, lines, header)
@@ -110,9 +107,8 @@ def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: i
     if not os.path.lexists(output.path):
         return False
     if os.path.lexists(output.journal) and not os.path.lexists(output.partial):
-        with open_kept(output.journal, _ANY) as file:
-            lock(file, _taken(output), PATIENCE)
-            lines, _ = _whole_lines(_text(file, output))
+        with _locked(output, output.journal) as (_, text):
+            lines, _ = _whole_lines(text)
             if _is_of(lines, _header(digest, ranks, files)) and lines[-1].get("whole"):
                 output.journal.unlink(missing_ok=True)
                 return True
@@ -127,10 +123,6 @@ def _header(digest: str, ranks: int, files: Iterable[Path]) -> dict[str, object]
 def _is_of(lines: list[dict[str, Any]], header: Mapping[str, object]) -> bool:
     """Whether these are the lines of a journal with this header."""
     return bool(lines) and {key: lines[0].get(key) for key in header} == json.loads(json.dumps(header))
-
-
-def _taken(output: Output) -> OutputError:
-    return OutputError("another run is writing this output", where=output.path, do="Wait for it.")
 
 
 def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
@@ -171,13 +163,17 @@ def fingerprints(files: Iterable[Path]) -> list[list[object]]:
     return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
 
 
-def _text(file: IO[str], output: Output) -> str:
-    """The contents of a journal. Raises OutputError for a file that is too large to be one."""
-    if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-        what = f"larger than {_MAX_BYTES >> 20} MB, as no journal is"
-        raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
-    file.seek(0)
-    return file.read()
+@contextmanager
+def _locked(output: Output, path: Path) -> Iterator[tuple[IO[str], str]]:
+    """An open journal that no other run has, and its contents. Raises OutputError for a file that is too large to be
+    one."""
+    with open_kept(path, _ANY) as file:
+        lock(file, OutputError("another run is writing this output", where=output.path, do="Wait for it."), PATIENCE)
+        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+            what = f"larger than {_MAX_BYTES >> 20} MB, as no journal is"
+            raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
+        file.seek(0)
+        yield file, file.read()
 
 
 def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:

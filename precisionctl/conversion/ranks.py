@@ -158,29 +158,29 @@ class Ranks:
 ALONE = Ranks()
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
+def from_environment() -> Ranks:
     """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe, else
     ALONE.
 
     Raises EnvironmentProblem if the ranks cannot connect.
     """
-    place = place_among_ranks(environment)
-    return _meet(*place, environment) if place else ALONE
+    place = place_among_ranks()
+    return _meet(*place) if place else ALONE
 
 
-def place_among_ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def place_among_ranks() -> tuple[int, int] | None:
     """This process's rank, and how many there are; None for a process by itself."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if int(environment.get(count, "1")) > 1 and rank in environment:
-            return int(environment[rank]), int(environment[count])
+        if int(os.environ.get(count, "1")) > 1 and rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[count])
     return None
 
 
-def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:
+def _meet(rank: int, count: int) -> Ranks:
     from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in the stubs
 
-    host, port = environment.get("MASTER_ADDR") or _first_host(environment), _port(environment)
-    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
+    host, port = os.environ.get("MASTER_ADDR") or _first_host(os.environ), _port(os.environ)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
     try:
         store = TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
     except DistError as error:
@@ -189,7 +189,7 @@ def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:
             do="Set MASTER_ADDR and MASTER_PORT to a host and port that every rank can reach.",
         ) from error
 
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Ranks(rank, count, PrefixStore(f"precisionctl/{attempt}", store))
 
 

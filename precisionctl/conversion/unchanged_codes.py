@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from precisionctl.dtypes import DType
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.encoding import Encoding, scale_dtype
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
@@ -74,6 +74,6 @@ def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:
     """Whether a dtype holds all these scales as they are, and every code decodes to a number of FP32 with them; bytes
     hold exponents."""
     grid, multipliers = encoding.scale_inv.float(), encoding.multipliers
-    held = grid.to((DType.float8_e8m0fnu if dtype == DType.uint8 else dtype).torch).float()
+    held = grid.to(scale_dtype(dtype).torch).float()
     sound = (multipliers >= _SMALLEST) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
     return bool(sound.all())

@@ -22,7 +22,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import PlanSource, plan_weights
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.planning.segments import Segment, lower
+from precisionctl.planning.segments import Segment
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class _Sampler(Worker):
                 yield name, tensor.reshape(plan.targets[name].rows, -1)[rows[name]]
             return
         found = {name: torch.zeros(len(rows[name]), plan.targets[name].columns) for name in job.writes}
-        reads = {name: self._reader.specs[name].rows for name in job.reads}
-        for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes) if job.writes else ():
+        for segment in self._segments(job) if job.writes else ():
             for part in self._within(segment, rows[segment.write]):
                 first = rows[segment.write].index(part.write_row)
                 for _, row, values in self._moved(part):

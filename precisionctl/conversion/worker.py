@@ -99,8 +99,7 @@ class Worker:
         elif self._plan.computes(job):
             self._compute(job)
         else:
-            reads = {name: self._reader.specs[name].rows for name in job.reads}
-            segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
+            segments = self._segments(job)
             if self._only_copies(job):
                 self._copy(segments)
             elif job.encode is None:
@@ -108,6 +107,11 @@ class Worker:
             elif not self._copy_codes(job.encode, segments):
                 self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
         return self._encoder.found
+
+    def _segments(self, job: Job) -> list[Segment]:
+        """What a job copies, whose row only moves."""
+        reads = {name: self._reader.specs[name].rows for name in job.reads}
+        return lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
 
     def needs_torch(self, job: Job) -> bool:
         """Whether a job does more than copy bytes between files."""

@@ -19,8 +19,8 @@ from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.names_in_memory import possible, renamed
-from precisionctl.engines.required_keys import RequiredKeys
-from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory
+from precisionctl.engines.required_keys import MissingKeys
+from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
@@ -30,10 +30,7 @@ from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 if TYPE_CHECKING:
     from torch import Tensor
 
-_USABLE = Demand(
-    scales_of_no_use,
-    EngineRule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754"),
-)
+_USABLE = EngineRule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754")
 
 FLOATS = (DType.float32, DType.bfloat16, DType.float16)
 """The dtypes of scales that every engine loads; llm-compressor writes scales in the model's dtype."""
@@ -48,8 +45,8 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 class Engine:
     """An inference engine, and its rules.
 
-    What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are all pairs of
-    quant method and scheme, or four-bit format, that it loads, `reads_experts` those that it loads for experts too.
+    What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are the schemes,
+    or four-bit formats, that it loads of each quant method, `reads_experts` those that it loads for experts too.
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
     of NVFP4 that differ among linears that it fuses.
 
@@ -71,8 +68,8 @@ class Engine:
     name: str
     title: str
     spells: Mapping[Scheme, str]
-    reads: frozenset[tuple[str, str]]
-    reads_experts: frozenset[tuple[str, str]]
+    reads: Mapping[str, tuple[str, ...]]
+    reads_experts: Mapping[str, tuple[str, ...]]
     command: str
     on_ranks: str
     quantisation: EngineRule
@@ -87,8 +84,8 @@ class Engine:
     reads_conv1d: bool
     experts: EngineRule
     ignores: Mapping[str | tuple[str, str], Ignoring]
-    demands: tuple[Demand, ...]
-    keys: tuple[RequiredKeys, ...]
+    demands: Mapping[Demand, EngineRule]
+    keys: Mapping[MissingKeys, EngineRule]
     cache: Mapping[str, str]
     latents: EngineRule
     on_cache: str
@@ -104,7 +101,7 @@ class Engine:
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
         """The keys that the engine requires and this config.json lacks."""
-        return [key for asked in self.keys for key in asked.lacks(config)]
+        return [key for missing in self.keys for key in missing(config)]
 
     def check(
         self,
@@ -136,12 +133,14 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
-        missing_keys = [finding for required in self.keys for finding in required.findings(config)]
+        missing_keys = [
+            Finding("config.json", f"no {key}", rule) for missing, rule in self.keys.items() for key in missing(config)
+        ]
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         quantization = config["quantization_config"]
         scheme = method.read(quantization).narrowed(scales, specs).scheme
-        if (method.name, scheme) not in self.reads or method.spelling is None:
+        if scheme not in self.reads.get(method.name, ()) or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {_in_words(scheme)}", self.quantisation)]
         found = QuantizedDirectory(
             quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
@@ -152,7 +151,7 @@ class Engine:
             *missing_keys,
             *_other_codes(scales, specs, self.quantisation),
             *_wrong_scales(found, self.scales),
-            *_USABLE.findings(found),
+            *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
             *_wrongly_ignored(
                 found,
@@ -166,8 +165,8 @@ class Engine:
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
-            *Demand(cache_scales_of_latents, self.latents).findings(found),
-            *(finding for demand in self.demands for finding in demand.findings(found)),
+            *broken(cache_scales_of_latents, self.latents, found),
+            *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
 
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
@@ -188,7 +187,8 @@ class Engine:
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
         known = FOUR_BITS.get(scheme, scheme)
-        experts = [] if (method, known) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
+        read = known in self.reads_experts.get(method, ())
+        experts = [] if read else [name for name in names if _EXPERT.fullmatch(name)]
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
@@ -298,13 +298,9 @@ def _wrongly_ignored(
             ignored = ignoring.leaves_out(directory.quantization, called)
             which = "its module" if called == module else f"its module, in memory `{called}`,"
             if coded and ignored:
-                yield Finding(name, f"{_kind(directory.specs[name])} codes, but {which} is ignored", rule)
+                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
             if not coded and not ignored and not called.endswith(directory.spelling.never):
                 yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
-
-
-def _kind(spec: TensorSpec) -> str:
-    return spec.packing.name if spec.packing else "FP8"
 
 
 def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -339,7 +335,9 @@ def _partly_quantized(
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
-            yield Finding(quantised[0], f"{_kind(specs[quantised[0]])} codes, but not all that it is fused with", rule)
+            yield Finding(
+                quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
+            )
 
 
 def _unequal_in_group(

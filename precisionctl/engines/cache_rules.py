@@ -6,9 +6,9 @@ Each function yields where a directory breaks a rule, and how; an engine pairs i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
 from precisionctl.torch_when_used import torch
 
@@ -110,7 +110,7 @@ def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
             return
 
 
-def cache_by(*strategies: str) -> Callable[[QuantizedDirectory], Breaches]:
+def cache_by(*strategies: str) -> Demand:
     """A `kv_cache_scheme` of compressed-tensors whose strategy is none of these, or that is dynamic or not
     symmetric."""
 

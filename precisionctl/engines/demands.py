@@ -3,11 +3,11 @@ it with its own text and source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
 from precisionctl.torch_when_used import torch
@@ -15,7 +15,7 @@ from precisionctl.torch_when_used import torch
 CONFIG = "config.json"
 
 
-def unsaid_activations(*methods: str) -> Callable[[QuantizedDirectory], Breaches]:
+def unsaid_activations(*methods: str) -> Demand:
     """A config of one of these quant methods without `activation_scheme`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
@@ -84,21 +84,21 @@ def _first(directory: QuantizedDirectory, *, per_tensor: bool) -> str | None:
     return None
 
 
-def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Callable[[QuantizedDirectory], Breaches]:
-    """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one, and of
-    a weight with blocks."""
+def named(weight: str, activation: str) -> Demand:
+    """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one; of a
+    weight with blocks `weight_scale_inv`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "fp8" else ():
             one = directory.scheme != "block" and scales.block == sized(TENSOR, directory.specs[name])
-            for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
+            for found, wanted in ((scales.weight, weight if one else "weight_scale_inv"), (scales.input, activation)):
                 if found and found != sibling(name, wanted):
                     yield found, f"not named {wanted}"
 
     return broken
 
 
-def exponents_named(wanted: str) -> Callable[[QuantizedDirectory], Breaches]:
+def exponents_named(wanted: str) -> Demand:
     """Scales of `quant_method: mxfp8` under another name."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:

@@ -1,25 +1,10 @@
 """Keys that engines require in config.json and transformers 5 does not write, and which of them a config lacks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from precisionctl.engines.rule import EngineRule, Finding
 
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
 """From a config.json, the required keys that it lacks."""
-
-
-@dataclass(frozen=True)
-class RequiredKeys:
-    """Keys that a config.json must have: an export adds those that `lacks` names, and `verify` reports them."""
-
-    lacks: MissingKeys
-    rule: EngineRule
-
-    def findings(self, config: Mapping[str, Any]) -> Iterator[Finding]:
-        for key in self.lacks(config):
-            yield Finding("config.json", f"no {key}", self.rule)
 
 
 def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:

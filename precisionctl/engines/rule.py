@@ -59,14 +59,10 @@ class QuantizedDirectory:
 Breaches = Iterator[tuple[str, str]]
 """Where a demand is not met (a tensor or a file), and what is wrong there."""
 
+Demand = Callable[[QuantizedDirectory], Breaches]
+"""Finds where a directory breaks a rule, and how."""
 
-@dataclass(frozen=True)
-class Demand:
-    """A rule, and `broken`, the function that finds where a directory breaks it and how."""
 
-    broken: Callable[[QuantizedDirectory], Breaches]
-    rule: EngineRule
-
-    def findings(self, directory: QuantizedDirectory) -> Iterator[Finding]:
-        for where, what in self.broken(directory):
-            yield Finding(where, what, self.rule)
+def broken(demand: Demand, rule: EngineRule, directory: QuantizedDirectory) -> Iterator[Finding]:
+    """The findings where a directory breaks a rule."""
+    return (Finding(where, what, rule) for where, what in demand(directory))

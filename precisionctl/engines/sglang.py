@@ -17,8 +17,8 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_part_or_glob, by_path
-from precisionctl.engines.required_keys import RequiredKeys, of_models
-from precisionctl.engines.rule import Demand, EngineRule
+from precisionctl.engines.required_keys import of_models
+from precisionctl.engines.rule import EngineRule
 
 ENGINE = Engine(
     name="sglang",
@@ -32,37 +32,18 @@ ENGINE = Engine(
         "nvfp4a16": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads=frozenset(
-        {
-            ("compressed-tensors", "NVFP4"),
-            ("compressed-tensors", "INT4"),
-            ("modelopt", "NVFP4"),
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("compressed-tensors", "block"),
-            ("modelopt", "static"),
-            ("modelopt", "mxfp8"),
-            ("mxfp8", "mxfp8"),
-            ("fp8", "block"),
-            ("fp8", "static"),
-            ("fp8", "per-tensor weights and dynamic"),
-        }
-    ),
-    reads_experts=frozenset(
-        {
-            ("compressed-tensors", "NVFP4"),
-            ("compressed-tensors", "INT4"),
-            ("modelopt", "NVFP4"),
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("modelopt", "static"),
-            ("modelopt", "mxfp8"),
-            ("mxfp8", "mxfp8"),
-            ("fp8", "block"),
-            ("fp8", "static"),
-            ("fp8", "per-tensor weights and dynamic"),
-        }
-    ),
+    reads={
+        "compressed-tensors": ("NVFP4", "INT4", "static", "dynamic", "block"),
+        "modelopt": ("NVFP4", "static", "mxfp8"),
+        "mxfp8": ("mxfp8",),
+        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    },
+    reads_experts={
+        "compressed-tensors": ("NVFP4", "INT4", "static", "dynamic"),
+        "modelopt": ("NVFP4", "static", "mxfp8"),
+        "mxfp8": ("mxfp8",),
+        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    },
     command="python -m sglang.launch_server --model-path {path}",
     on_ranks=" --tp {ranks}",
     quantisation=EngineRule(
@@ -106,92 +87,55 @@ ENGINE = Engine(
         "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_path),
         "mxfp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_path),
     },
-    demands=(
-        Demand(
-            unsaid_activations("fp8", "mxfp8"),
-            EngineRule(
-                "activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"
-            ),
+    demands={
+        unsaid_activations("fp8", "mxfp8"): EngineRule(
+            "activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"
         ),
-        Demand(
-            unsaid_blocks,
-            EngineRule(
-                "without weight_block_size it takes the scales for one of each tensor",
-                "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config",
-            ),
+        unsaid_blocks: EngineRule(
+            "without weight_block_size it takes the scales for one of each tensor",
+            "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config",
         ),
-        Demand(
-            named("weight_scale", "input_scale"),
-            EngineRule(
-                "it looks for scales under this name",
-                "SGLang 0.5.23 layers/quantization/fp8.py Fp8LinearMethod.create_weights",
-            ),
+        named("weight_scale", "input_scale"): EngineRule(
+            "it looks for scales under this name",
+            "SGLang 0.5.23 layers/quantization/fp8.py Fp8LinearMethod.create_weights",
         ),
-        Demand(
-            stored_as_one,
-            EngineRule(
-                "codes of experts are looked for expert by expert", "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py"
-            ),
+        stored_as_one: EngineRule(
+            "codes of experts are looked for expert by expert", "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py"
         ),
-        Demand(
-            format_of_weights_alone,
-            EngineRule(
-                "of a format that it does not know for activations, only the weights are FP8",
-                "SGLang 0.5.23 compressed_tensors/utils.py is_activation_quantization_format",
-                fatal=False,
-            ),
+        format_of_weights_alone: EngineRule(
+            "of a format that it does not know for activations, only the weights are FP8",
+            "SGLang 0.5.23 compressed_tensors/utils.py is_activation_quantization_format",
+            fatal=False,
         ),
-        Demand(
-            cache_by("tensor"),
-            EngineRule(
-                "it ignores any cache scheme but one fixed scale for a layer, with a warning",
-                "SGLang 0.5.23 compressed_tensors.py kv_cache_quant_algo",
-                fatal=False,
-            ),
+        cache_by("tensor"): EngineRule(
+            "it ignores any cache scheme but one fixed scale for a layer, with a warning",
+            "SGLang 0.5.23 compressed_tensors.py kv_cache_quant_algo",
+            fatal=False,
         ),
-        Demand(
-            cache_without_scales,
-            EngineRule(
-                "it casts into an FP8 cache with scale 1", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
-            ),
+        cache_without_scales: EngineRule(
+            "it casts into an FP8 cache with scale 1", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
         ),
-        Demand(
-            cache_unsaid,
-            EngineRule(
-                "its cache stays as it is unless it is told",
-                "SGLang 0.5.23 layers/quantization/kv_cache.py",
-                fatal=False,
-            ),
+        cache_unsaid: EngineRule(
+            "its cache stays as it is unless it is told", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
         ),
-        Demand(
-            cache_scales_unfound,
-            EngineRule(
-                "it looks under self_attn; what it does not find is 1",
-                "SGLang 0.5.23 model_loader/weight_utils.py maybe_remap_kv_scale_name",
-                fatal=False,
-            ),
+        cache_scales_unfound: EngineRule(
+            "it looks under self_attn; what it does not find is 1",
+            "SGLang 0.5.23 model_loader/weight_utils.py maybe_remap_kv_scale_name",
+            fatal=False,
         ),
-        Demand(
-            cache_scales_of_values_alone,
-            EngineRule("one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"),
+        cache_scales_of_values_alone: EngineRule(
+            "one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"
         ),
-        Demand(
-            cache_scales_several,
-            EngineRule(
-                "keys and values are divided by one positive number each",
-                "SGLang 0.5.23 layers/quantization/kv_cache.py",
-            ),
+        cache_scales_several: EngineRule(
+            "keys and values are divided by one positive number each", "SGLang 0.5.23 layers/quantization/kv_cache.py"
         ),
-    ),
-    keys=(
-        RequiredKeys(
-            of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"),
-            EngineRule(
-                "its model asks the config for these keys, which have no defaults",
-                "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
-            ),
+    },
+    keys={
+        of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"): EngineRule(
+            "its model asks the config for these keys, which have no defaults",
+            "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
         ),
-    ),
+    },
     cache={
         "compressed-tensors": "casts keys and values with them",
         "modelopt": "casts keys and values with them",

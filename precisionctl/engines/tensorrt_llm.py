@@ -7,8 +7,8 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
-from precisionctl.engines.required_keys import RequiredKeys, rotary_of_transformers_4
-from precisionctl.engines.rule import Demand, EngineRule
+from precisionctl.engines.required_keys import rotary_of_transformers_4
+from precisionctl.engines.rule import EngineRule
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
@@ -16,20 +16,17 @@ ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
     spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8", "nvfp4": "modelopt"},
-    reads=frozenset(
-        {
-            ("modelopt", "NVFP4"),
-            ("modelopt", "static"),
-            ("modelopt", "dynamic"),
-            ("modelopt", "block"),
-            ("modelopt", "mxfp8"),
-            ("compressed-tensors", "dynamic"),
-            ("compressed-tensors", "block"),
-            ("fp8", "block"),
-            ("mxfp8", "mxfp8"),
-        }
-    ),
-    reads_experts=frozenset({("modelopt", "NVFP4"), ("modelopt", "static"), ("fp8", "block"), ("mxfp8", "mxfp8")}),
+    reads={
+        "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
+        "compressed-tensors": ("dynamic", "block"),
+        "fp8": ("block",),
+        "mxfp8": ("mxfp8",),
+    },
+    reads_experts={
+        "modelopt": ("NVFP4", "static"),
+        "fp8": ("block",),
+        "mxfp8": ("mxfp8",),
+    },
     command="trtllm-serve {path}",
     on_ranks=" --tp_size {ranks}",
     quantisation=EngineRule(
@@ -71,47 +68,29 @@ ENGINE = Engine(
         "fp8": Ignoring(("modules_to_not_convert",), by_glob),
         "mxfp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_glob),
     },
-    demands=(
-        Demand(
-            said_twice_differently,
-            EngineRule(
-                "of the two files hf_quant_config.json counts, with a warning",
-                "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py",
-            ),
+    demands={
+        said_twice_differently: EngineRule(
+            "of the two files hf_quant_config.json counts, with a warning",
+            "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py",
         ),
-        Demand(
-            classes_in_several_groups,
-            EngineRule(
-                "several config groups must target modules by name",
-                "TensorRT-LLM tensorrt_llm/models/quant_config_utils.py",
-            ),
+        classes_in_several_groups: EngineRule(
+            "several config groups must target modules by name",
+            "TensorRT-LLM tensorrt_llm/models/quant_config_utils.py",
         ),
-        Demand(
-            stored_as_one,
-            EngineRule(
-                "codes of experts are looked for expert by expert",
-                "TensorRT-LLM _torch/modules/fused_moe/quantization.py",
-            ),
+        stored_as_one: EngineRule(
+            "codes of experts are looked for expert by expert", "TensorRT-LLM _torch/modules/fused_moe/quantization.py"
         ),
-        Demand(
-            cache_scales,
-            EngineRule(
-                "its FP8 cache has scale 1, whatever is stored",
-                "TensorRT-LLM _torch/modules/attention.py",
-                fatal=False,
-            ),
+        cache_scales: EngineRule(
+            "its FP8 cache has scale 1, whatever is stored", "TensorRT-LLM _torch/modules/attention.py", fatal=False
         ),
-    ),
-    keys=(
-        RequiredKeys(
-            rotary_of_transformers_4,
-            EngineRule(
-                "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",
-                "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
-                fatal=False,
-            ),
+    },
+    keys={
+        rotary_of_transformers_4: EngineRule(
+            "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",
+            "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
+            fatal=False,
         ),
-    ),
+    },
     cache={
         "modelopt": "switches its cache to FP8 by itself, with scale 1: it reads the scales only for an NVFP4 cache",
         "mxfp8": _TOLD,

@@ -10,7 +10,7 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
-from precisionctl.engines.rule import Demand, EngineRule
+from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
@@ -28,31 +28,26 @@ ENGINE = Engine(
         "mxfp4": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads=frozenset(
-        {
-            ("compressed-tensors", "NVFP4"),
-            ("compressed-tensors", "MXFP4"),
-            ("compressed-tensors", "INT4"),
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("compressed-tensors", "block"),
-            ("compressed-tensors", "mxfp8"),
-            ("compressed-tensors", "per-channel weights and static"),
-            ("compressed-tensors", "per-tensor weights and dynamic"),
-            ("mxfp8", "mxfp8"),
-            ("fp8", "block"),
-            ("fp8", "static"),
-            ("fp8", "per-tensor weights and dynamic"),
-        }
-    ),
-    reads_experts=frozenset(
-        {
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("fp8", "block"),
-            ("mxfp8", "mxfp8"),
-        }
-    ),
+    reads={
+        "compressed-tensors": (
+            "NVFP4",
+            "MXFP4",
+            "INT4",
+            "static",
+            "dynamic",
+            "block",
+            "mxfp8",
+            "per-channel weights and static",
+            "per-tensor weights and dynamic",
+        ),
+        "mxfp8": ("mxfp8",),
+        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    },
+    reads_experts={
+        "compressed-tensors": ("static", "dynamic"),
+        "fp8": ("block",),
+        "mxfp8": ("mxfp8",),
+    },
     command="transformers serve {path}",
     on_ranks="",
     quantisation=EngineRule(
@@ -98,60 +93,39 @@ ENGINE = Engine(
         "fp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
         "mxfp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
     },
-    demands=(
-        Demand(
-            unsaid_tensors,
-            EngineRule(
-                "without weight_block_size it expects blocks of 128",
-                "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",
-            ),
+    demands={
+        unsaid_tensors: EngineRule(
+            "without weight_block_size it expects blocks of 128",
+            "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",
         ),
-        Demand(
-            named("weight_scale_inv", "activation_scale"),
-            EngineRule(
-                "it looks for scales under this name",
-                "transformers 5.23 integrations/finegrained_fp8.py FP8Linear",
-            ),
+        named("weight_scale_inv", "activation_scale"): EngineRule(
+            "it looks for scales under this name", "transformers 5.23 integrations/finegrained_fp8.py FP8Linear"
         ),
-        Demand(
-            exponents_named("weight_scale_inv"),
-            EngineRule(
-                "it looks for scales under this name",
-                "transformers 5.23 quantizers/quantizer_finegrained_fp8.py serialized_names",
-            ),
+        exponents_named("weight_scale_inv"): EngineRule(
+            "it looks for scales under this name",
+            "transformers 5.23 quantizers/quantizer_finegrained_fp8.py serialized_names",
         ),
-        Demand(
-            without_dimension,
-            EngineRule("scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"),
+        without_dimension: EngineRule(
+            "scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"
         ),
-        Demand(
-            scales_beyond_bf16,
-            EngineRule(
-                "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
-                "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
-                fatal=False,
-            ),
+        scales_beyond_bf16: EngineRule(
+            "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
+            fatal=False,
         ),
-        Demand(
-            cache_scales_of_projections,
-            EngineRule(
-                "it reads scales of a cache where compressed-tensors writes them",
-                "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
-                fatal=False,
-            ),
+        cache_scales_of_projections: EngineRule(
+            "it reads scales of a cache where compressed-tensors writes them",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
+            fatal=False,
         ),
-        Demand(
-            cache_without_notice,
-            EngineRule("it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False),
+        cache_without_notice: EngineRule(
+            "it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False
         ),
-        Demand(
-            cache_scales_several,
-            EngineRule(
-                "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
-            ),
+        cache_scales_several: EngineRule(
+            "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
         ),
-    ),
-    keys=(),
+    },
+    keys={},
     cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
     latents=EngineRule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",

@@ -19,8 +19,8 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name, by_name_or_regex, by_part_or_glob
-from precisionctl.engines.required_keys import RequiredKeys, of_models
-from precisionctl.engines.rule import Demand, EngineRule
+from precisionctl.engines.required_keys import of_models
+from precisionctl.engines.rule import EngineRule
 
 ENGINE = Engine(
     name="vllm",
@@ -35,46 +35,28 @@ ENGINE = Engine(
         "mxfp4": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads=frozenset(
-        {
-            ("compressed-tensors", "NVFP4"),
-            ("compressed-tensors", "MXFP4"),
-            ("compressed-tensors", "INT4"),
-            ("modelopt", "NVFP4"),
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("compressed-tensors", "block"),
-            ("modelopt", "static"),
-            ("modelopt", "dynamic"),
-            ("modelopt", "block"),
-            ("modelopt", "mxfp8"),
-            ("compressed-tensors", "mxfp8"),
-            ("mxfp8", "mxfp8"),
-            ("compressed-tensors", "per-channel weights and static"),
-            ("compressed-tensors", "per-tensor weights and dynamic"),
-            ("fp8", "block"),
-            ("fp8", "static"),
-            ("fp8", "per-tensor weights and dynamic"),
-        }
-    ),
-    reads_experts=frozenset(
-        {
-            ("compressed-tensors", "NVFP4"),
-            ("compressed-tensors", "MXFP4"),
-            ("compressed-tensors", "INT4"),
-            ("modelopt", "NVFP4"),
-            ("compressed-tensors", "static"),
-            ("compressed-tensors", "dynamic"),
-            ("compressed-tensors", "block"),
-            ("compressed-tensors", "mxfp8"),
-            ("modelopt", "static"),
-            ("modelopt", "mxfp8"),
-            ("mxfp8", "mxfp8"),
-            ("fp8", "block"),
-            ("fp8", "static"),
-            ("fp8", "per-tensor weights and dynamic"),
-        }
-    ),
+    reads={
+        "compressed-tensors": (
+            "NVFP4",
+            "MXFP4",
+            "INT4",
+            "static",
+            "dynamic",
+            "block",
+            "mxfp8",
+            "per-channel weights and static",
+            "per-tensor weights and dynamic",
+        ),
+        "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
+        "mxfp8": ("mxfp8",),
+        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    },
+    reads_experts={
+        "compressed-tensors": ("NVFP4", "MXFP4", "INT4", "static", "dynamic", "block", "mxfp8"),
+        "modelopt": ("NVFP4", "static", "mxfp8"),
+        "mxfp8": ("mxfp8",),
+        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    },
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
     quantisation=EngineRule(
@@ -117,92 +99,62 @@ ENGINE = Engine(
         "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_name),
         "mxfp8": Ignoring(("ignored_layers",), by_part_or_glob),
     },
-    demands=(
-        Demand(
-            unsaid_activations("fp8"),
-            EngineRule("activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"),
+    demands={
+        unsaid_activations("fp8"): EngineRule(
+            "activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"
         ),
-        Demand(
-            unsaid_blocks,
-            EngineRule(
-                "without weight_block_size it takes the scales for one of each tensor",
-                "vLLM 0.33 quantization/fp8.py Fp8Config.from_config",
-            ),
+        unsaid_blocks: EngineRule(
+            "without weight_block_size it takes the scales for one of each tensor",
+            "vLLM 0.33 quantization/fp8.py Fp8Config.from_config",
         ),
-        Demand(
-            named("weight_scale", "input_scale"),
-            EngineRule(
-                "it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"
-            ),
+        named("weight_scale", "input_scale"): EngineRule(
+            "it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"
         ),
-        Demand(
-            exponents_named("weight_scale"),
-            EngineRule("it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"),
+        exponents_named("weight_scale"): EngineRule(
+            "it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"
         ),
-        Demand(
-            stored_as_one,
-            EngineRule(
-                "codes of experts are looked for expert by expert",
-                "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
-            ),
+        stored_as_one: EngineRule(
+            "codes of experts are looked for expert by expert",
+            "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
         ),
-        Demand(
-            format_of_weights_alone,
-            EngineRule(
-                "of a format that it does not know for activations, only the weights are FP8",
-                "vLLM 0.33 compressed_tensors/utils.py is_activation_quantization_format",
-                fatal=False,
-            ),
+        format_of_weights_alone: EngineRule(
+            "of a format that it does not know for activations, only the weights are FP8",
+            "vLLM 0.33 compressed_tensors/utils.py is_activation_quantization_format",
+            fatal=False,
         ),
-        Demand(
-            cache_by("tensor", "attn_head"),
-            EngineRule(
-                "a cache has one fixed scale for a layer or a head",
-                "vLLM 0.33 compressed_tensors.py CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
-            ),
+        cache_by("tensor", "attn_head"): EngineRule(
+            "a cache has one fixed scale for a layer or a head",
+            "vLLM 0.33 compressed_tensors.py CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
         ),
-        Demand(
-            cache_without_scales,
-            EngineRule("it casts into an FP8 cache with scale 1", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+        cache_without_scales: EngineRule(
+            "it casts into an FP8 cache with scale 1", "vLLM 0.33 quantization/kv_cache.py", fatal=False
         ),
-        Demand(
-            cache_scales_beyond_bf16,
-            EngineRule(
-                "it rounds the cache's scales to the model's dtype, except those of compressed-tensors",
-                "vLLM 0.33 quantization/kv_cache.py BaseKVCacheMethod.create_weights",
-                fatal=False,
-            ),
+        cache_scales_beyond_bf16: EngineRule(
+            "it rounds the cache's scales to the model's dtype, except those of compressed-tensors",
+            "vLLM 0.33 quantization/kv_cache.py BaseKVCacheMethod.create_weights",
+            fatal=False,
         ),
-        Demand(
-            cache_unsaid,
-            EngineRule("its cache stays as it is unless it is told", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+        cache_unsaid: EngineRule(
+            "its cache stays as it is unless it is told", "vLLM 0.33 quantization/kv_cache.py", fatal=False
         ),
-        Demand(
-            cache_scales_unfound,
-            EngineRule(
-                "it looks under self_attn; what it does not find is 1",
-                "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper",
-                fatal=False,
-            ),
+        cache_scales_unfound: EngineRule(
+            "it looks under self_attn; what it does not find is 1",
+            "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper",
+            fatal=False,
         ),
-        Demand(
-            cache_scales_of_values_alone,
-            EngineRule("one scale for both would be one of keys", "vLLM 0.33 quantization/kv_cache.py"),
+        cache_scales_of_values_alone: EngineRule(
+            "one scale for both would be one of keys", "vLLM 0.33 quantization/kv_cache.py"
         ),
-        Demand(
-            cache_scales_several,
-            EngineRule("keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"),
+        cache_scales_several: EngineRule(
+            "keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"
         ),
-    ),
-    keys=(
-        RequiredKeys(
-            of_models(("deepseek_v3",), "topk_method", "scoring_func"),
-            EngineRule(
-                "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
-                "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
-            ),
+    },
+    keys={
+        of_models(("deepseek_v3",), "topk_method", "scoring_func"): EngineRule(
+            "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
+            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
         ),
-    ),
+    },
     cache={
         "compressed-tensors": "casts keys and values with them, and switches its cache to FP8 by itself",
         "modelopt": "casts keys and values with them, and switches its cache to FP8 by itself",

@@ -187,9 +187,8 @@ class InScheme:
             return {}
         amax = torch.stack([self.inputs[job.module] for job in group]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
-        numbers = (
-            "FP32" if self.format.scheme in FOUR_BITS else self.format.numbers
-        )  # global ones are loaded as they are
+        of_groups = self.format.scheme in FOUR_BITS  # global ones are loaded as they are
+        numbers = "FP32" if of_groups else self.format.numbers
         return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
@@ -278,10 +277,8 @@ def in_scheme(
             else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
-    if form.scheme == "static":
-        return InScheme(form, jobs, refused, inputs, kept)
     for job in jobs:
-        if not job.row.is_row_permutation(plan.model):
+        if form.scheme != "static" and not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",

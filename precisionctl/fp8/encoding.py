@@ -201,6 +201,11 @@ def of_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
     raise AssertionError("a row of its own has one scale")
 
 
+def scale_dtype(stored: DType) -> DType:
+    """What the scales are that a tensor of this dtype holds: bytes are exponents."""
+    return DType.float8_e8m0fnu if stored == DType.uint8 else stored
+
+
 def grid_shape(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
     """Of the scales of a tensor `[rows, columns]`."""
     return -(-rows // block[0]), -(-columns // block[1])

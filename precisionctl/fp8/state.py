@@ -117,6 +117,11 @@ class RoleState:
         """Whether each expert was ever recorded: bool, of the scale's shape."""
         return (self.scale != 1) | (self.amax_history != 0).any(-1)
 
+    @staticmethod
+    def stacked(parts: Sequence[RoleState]) -> RoleState:
+        """The states of several of one role, along a new first dimension."""
+        return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
+
     def replaced(self, where: Tensor, other: RoleState) -> RoleState:
         """This state, but `other`'s where `where` is True: bool of the scale's shape, `[]` or `[experts]`."""
         history = torch.where(where.unsqueeze(-1), other.amax_history, self.amax_history)
@@ -165,14 +170,10 @@ class Fp8State:
     @staticmethod
     def of_experts(states: Sequence[Fp8State]) -> Fp8State:
         """The states of a module's experts, `[]` each, stacked to one state of `[experts]`."""
-        roles: dict[Role, RoleState] = {}
-        for role in states[0].roles:
-            parts = [state.roles[role] for state in states]
-            roles[role] = RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
-        return Fp8State(roles)
+        return Fp8State({role: RoleState.stacked([each.roles[role] for each in states]) for role in states[0].roles})
 
-    def of_expert(self, index: int) -> Fp8State:
-        """The inverse of `of_experts`."""
+    def of_expert(self, index: int | slice) -> Fp8State:
+        """The inverse of `of_experts`: the state of one, or of a slice of them."""
         return Fp8State({role: RoleState(p.scale[index], p.amax_history[index]) for role, p in self.roles.items()})
 
     @property
@@ -190,11 +191,10 @@ class Fp8State:
                 parts.setdefault(role, []).append(part)
         roles = {}
         for role, listed in parts.items():
-            scales = torch.stack([part.scale for part in listed])
-            histories = torch.stack([part.amax_history for part in listed])
-            unrecorded = (scales == 1) & (histories == 0).all(-1)  # each expert by itself, where there are some
-            scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
-            roles[role] = RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
+            stacked = RoleState.stacked(listed)
+            recorded = stacked.recorded_each  # each expert by itself, where there are some
+            scale = stacked.scale.masked_fill(~recorded, torch.inf).amin(0)
+            roles[role] = RoleState(scale.where(recorded.any(0), 1.0), stacked.amax_history.amax(0))
         return Fp8State(roles)
 
     def check(self, recipe: DelayedScaling, where: object) -> None:

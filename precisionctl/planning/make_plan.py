@@ -75,11 +75,10 @@ def make_plan(
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, state_dict) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
-        specs = dict(source.specs)
-        if optimizer and isinstance(source, OptimizerSource):
-            specs |= source.optimizer_specs
-        if state_dict and optimizer and isinstance(source, OptimizerSource):
-            by_row = {row: reading_masters(row_jobs, source) for row, row_jobs in by_row.items()}
+        trained = source if optimizer and isinstance(source, OptimizerSource) else None
+        specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
+        if trained and state_dict:
+            by_row = {row: reading_masters(row_jobs, trained) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
@@ -92,10 +91,10 @@ def make_plan(
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
                 targets |= _targets(job, shapes, model, specs, source.layout, target, dtype)
-        if optimizer and isinstance(source, OptimizerSource):
+        if trained:
             # Megatron has no place for what trained a wrapper's towers
-            trained = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
-            of_parameters = tuple(optimizer_jobs(trained, source, target, masters=not state_dict))
+            placed = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
+            of_parameters = tuple(optimizer_jobs(placed, trained, target, masters=not state_dict))
             jobs = [job for row_jobs in by_row.values() for job in row_jobs]
             for job in of_parameters:
                 jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrange import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError
-from precisionctl.param import KINDS, MOMENTUM, STATE, Layout, TensorSpec
+from precisionctl.param import KINDS, MOMENTUM, Layout, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
 
@@ -37,8 +37,8 @@ def optimizer_jobs(
     """
     kinds: dict[str, list[str]] = {}  # of each parameter
     for name in source.optimizer_specs:
-        kind, _, parameter = name.removeprefix(STATE).partition(".")
-        kinds.setdefault(parameter if name.startswith(STATE) else name, []).append(kind)
+        kind, parameter = kind_and_parameter(name)
+        kinds.setdefault(parameter, []).append(kind)
     whole, missing = source.layout == "hf", list[str]()
     has_muon = whole and target == "megatron" and any(MOMENTUM in found for found in kinds.values())
     for job in jobs:
@@ -52,7 +52,7 @@ def optimizer_jobs(
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
         usual: tuple[str, ...] = ("param", MOMENTUM) if by_muon else KINDS
         for kind in dict.fromkeys((*(usual if whole else ()), *(kind for each in stored for kind in each))):
-            reads = tuple(f"{STATE}{kind}.{name}" for name in job.reads)
+            reads = tuple(state_name(kind, name) for name in job.reads)
             lacking = [read for read, each in zip(reads, stored, strict=True) if kind not in each]
             if kind == "param" and lacking == [*reads]:
                 reads = job.reads
@@ -63,12 +63,12 @@ def optimizer_jobs(
             if kind != "param" and isinstance(row.rearrangement, Gamma):
                 row = replace(row, rearrangement=SAME)  # a difference of weights is the same, from wherever they count
             own = job.writes[: len(row.hf) if target == "hf" else 1]
-            writes = tuple(f"{STATE}{kind}.{name}" for name in own)
+            writes = tuple(state_name(kind, name) for name in own)
             if (writes and masters) or kind != "param":  # that a weight without a place is zero is checked already
-                yield Job(f"{STATE}{kind}.{job.name}", row, reads, writes)
+                yield Job(state_name(kind, job.name), row, reads, writes)
     if kinds:
         parameter, (kind, *_) = next(iter(kinds.items()))
-        what = f"`{STATE}{kind}.{parameter}`" if kind in KINDS else f"`{parameter}`"
+        what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
         raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
     frozen = "Was a part of the model frozen, or trained by another optimizer than Adam?"
     check_names(missing, [], f"{frozen} {DROP_OPTIMIZER}")
@@ -86,7 +86,7 @@ def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:
     """The jobs of a model whose weights are to be its FP32 masters, where there are any; copies are of weights."""
     found, read = source.optimizer_specs, []
     for job in jobs:
-        masters = tuple(f"{STATE}param.{name}" for name in job.reads)
+        masters = tuple(state_name("param", name) for name in job.reads)
         has_all = bool(masters) and all(name in found for name in masters)
         read.append(replace(job, reads=masters, copies=()) if has_all else job)
     return read

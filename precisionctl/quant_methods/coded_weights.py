@@ -17,15 +17,7 @@ from precisionctl.fp8.elements import element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import (
-    CodeFormat,
-    Quantization,
-    QuantMethod,
-    Scales,
-    quant_methods,
-    sibling,
-    sized,
-)
+from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod, Scales, quant_methods, sibling, sized
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -93,13 +85,6 @@ def coded_weights(
     if codes and (method is None or said is None):
         raise DamagedCheckpoint(f"{next(iter(codes))} is FP8 codes but there is no `quantization_config`", where=where)
     return {name: _coded(name, stored, method, said, specs, where) for name, stored in codes.items() if method and said}
-
-
-def stored_scales(
-    config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: object = "config.json"
-) -> dict[str, Scales]:
-    """Where the scales of every weight that is codes are, by the weight's name; as `coded_weights`."""
-    return {name: coded.scales for name, coded in coded_weights(config, specs, where).items()}
 
 
 def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:

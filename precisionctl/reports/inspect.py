@@ -149,7 +149,7 @@ def _coded(reader: Reader) -> dict[str, Any] | None:
     if coded is None:
         return None
     shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())
-    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in coded.weights.values())
+    formats = Counter(spec.codes_name for spec in coded.weights.values())
     return {
         "quant_method": coded.quantization.get("quant_method"),
         "formats": dict(formats.most_common()),

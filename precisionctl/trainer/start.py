@@ -27,7 +27,7 @@ from precisionctl.fp8.carry import (
     from_other_experts,
     under_recipe,
 )
-from precisionctl.fp8.numerics import amax, change_recipe
+from precisionctl.fp8.numerics import amax
 from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
@@ -107,7 +107,7 @@ def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
     recipe = run.recipe.precision.delayed
     run.recorder = Recorder(replace(run.recipe.precision, fp8=True), run.device, run.world)
     if found:
-        run.recorder.load({name: change_recipe(state, found.recipe, recipe) for name, state in found.modules.items()})
+        run.recorder.load(under_recipe(recipe, found))
     notes = ("amaxes are collected: each pass is a row of the histories in the checkpoints' sidecar",)
     return Fp8Start({}, found, notes)
 

@@ -14,7 +14,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeGuard
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
@@ -95,11 +95,16 @@ def strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[in
     return tensor
 
 
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether it is an integer of 0 or above, of at most 63 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def sizes(values: Any) -> tuple[int, ...]:
     """A shape or an offset per dimension, as a tuple. Raises ValueError for anything but at most 64 integers of 0 or
     above."""
     plain = type(values) in (tuple, list) and len(values) <= 64
-    if not plain or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+    if not plain or not all(map(is_count, values)):
         raise ValueError(f"{shown(values)} as sizes")
     return tuple(values)
 

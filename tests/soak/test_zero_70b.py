@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -62,9 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inner = {"zero_stage": 3, "partition_count": RANKS, "fp32_flat_groups": [one["fp32"] for one in flat]}
         inner["optimizer_state_dict"] = {"state": moments, "param_groups": [{"lr": 1e-5}]}
         archive = lay_out({"optimizer_state_dict": inner})
-        with open(directory / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", "wb") as file:
-            archive.write_around(file.fileno())
-            os.ftruncate(file.fileno(), archive.length)
+        archive.write_around(directory / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     (root / "latest").write_text(directory.name)
     return root
 

@@ -359,9 +359,9 @@ def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
     if iteration is not None:
         raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
     file = _weights_file(path)
-    spelling = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
+    file_format = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
     config = read_lora_config(path)
-    stored = StoredTensors({name: (file, one) for name, one in spelling.read(file).items()})
+    stored = StoredTensors({name: (file, one) for name, one in file_format.read(file).items()})
     with at(file):
         return AdapterReader(path, base, config, stored, (file, path / FILE))
 

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import has_file
-from precisionctl.untrusted.safe_pickle import sizes
+from precisionctl.untrusted.safe_pickle import is_count, sizes
 
 WHAT = "not what DeepSpeed writes"
 SAVE_IT_WHOLE = "Save the model as Hugging Face's from the trainer that made it, and give that."
@@ -90,7 +90,7 @@ class ModelStates:
     def global_steps(self) -> int | None:
         """Steps of training."""
         steps = self.content.get("global_steps")
-        if steps is not None and (type(steps) is not int or not 0 <= steps < 1 << 63):
+        if steps is not None and not is_count(steps):
             raise DamagedCheckpoint(f"{shown(steps)} steps", where=self.path)
         return steps
 

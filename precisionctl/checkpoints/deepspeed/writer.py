@@ -6,7 +6,6 @@ What the real one takes from where was read in 0.19.8 (runtime/base_optimizer.py
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any
 
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions, whole
-from precisionctl.checkpoints.companions import to_json
+from precisionctl.checkpoints.companions import to_json, write_companions
 from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.huggingface import config_of_values
-from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.trainer_run import TrainerRun
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import MOMENTS, STATE, TensorSpec
+from precisionctl.param import MOMENTS, TensorSpec, kind_and_parameter
 
 _VERSION = "0.19.8"
 
@@ -55,8 +53,8 @@ class DeepSpeedWriter:
         return {self._file(name): spec for name, spec in stacked(self.specs).items()}
 
     def _file(self, name: str) -> Path:
-        kind, _, parameter = name.removeprefix(STATE).partition(".") if name.startswith(STATE) else (FP32, "", name)
-        return self.directory / self._tag / ZERO / parameter / f"{kind}.pt"
+        kind, parameter = kind_and_parameter(name)
+        return self.directory / self._tag / ZERO / parameter / f"{kind or FP32}.pt"
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         spec, (stored, index) = self.specs[name], stored_name(name)
@@ -67,13 +65,7 @@ class DeepSpeedWriter:
 
     def lay_out(self) -> None:
         for path, spec in self._stored.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            archive, file = _archive(spec.dtype, spec.shape), open_weights(path)
-            try:
-                archive.write_around(file)
-                os.ftruncate(file, archive.length)
-            finally:
-                os.close(file)
+            _archive(spec.dtype, spec.shape).write_around(path)
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write what is beside the parameters: Adam's count and settings, model states, config and tokenizer."""
@@ -95,8 +87,7 @@ class DeepSpeedWriter:
         model = torch_zip_writer.dump(self._model_states([folder.name for folder in trained]))
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             (directory / name).write_bytes(model)  # ZeRO 3 looks for the second
-        for name, data in self._companions.files.items():
-            (self.directory / name).write_bytes(data)
+        write_companions(self.directory, self._companions)
         config = config_of_values(self._companions, self._config, self.specs)
         (self.directory / "config.json").write_bytes(to_json(config))
         (self.directory / "latest_universal").write_text(self._tag)

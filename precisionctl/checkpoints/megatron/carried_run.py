@@ -29,7 +29,7 @@ from precisionctl.checkpoints.trainer_run import (
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import STATE, Parallelism, TensorSpec
+from precisionctl.param import MOMENTUM, Parallelism, TensorSpec, state_name
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -172,7 +172,7 @@ def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any
 
 def has_muon(reader: MegatronReader) -> bool:
     """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
-    return any(name.startswith(f"{STATE}momentum_buffer.") for name in reader.optimizer_specs)
+    return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
 
 def trainer_run_of(reader: MegatronReader) -> TrainerRun:

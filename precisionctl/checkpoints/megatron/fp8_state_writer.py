@@ -6,12 +6,13 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
-from precisionctl.fp8 import grouped
+from precisionctl.fp8 import grouped, sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_columns, encode_payload, has_payload
-from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.state import CACHE, Fp8State, Fp8States
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive
 
@@ -67,7 +68,7 @@ def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str
         experts = len(state.roles["weight"].scale)
         size = experts // expert_ranks
         for first in range(0, experts, size):
-            whole = columns_of(_experts(state, first, size), states.recipe, te)
+            whole = columns_of(state.of_expert(slice(first, first + size)), states.recipe, te)
             for i, directions in enumerate(grouped.cut(whole, size)):
                 data = encode_columns(directions, 1, states.recipe, te)
                 found[f"{module}{EXTRA_STATE}{first + i}"] = _payload(data)
@@ -78,14 +79,21 @@ def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -
     """The payloads of all modules on a rank with experts `[first, first + count)`: one for each grouped linear."""
     found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
     for module, state in _with_payload(states):
-        part = _experts(state, first, count) if _of_experts(state) else state
+        part = state.of_expert(slice(first, first + count)) if _of_experts(state) else state
         found[module + EXTRA_STATE] = _payload(encode_payload(part, states.recipe, te))
     return found
 
 
-def beside_payloads(states: Fp8States) -> Fp8States | None:
-    """The part of the state that payloads cannot store, for a sidecar beside them: the roles of a KV cache, and
-    statistics. None if there is neither."""
+def write_sidecar(directory: Path, states: Fp8States | None, *, live: bool) -> None:
+    """Write the state into the sidecar; of one that is `live`, what its payloads cannot store: the roles of a KV cache,
+    and statistics."""
+    if states and live:
+        states = _beside_payloads(states)
+    if states is not None:
+        sidecar.write(directory / sidecar.RELATIVE, states)
+
+
+def _beside_payloads(states: Fp8States) -> Fp8States | None:
     caches = {
         module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         for module, state in states.modules.items()
@@ -100,11 +108,6 @@ def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:
 
 def _of_experts(state: Fp8State) -> bool:
     return state.of_gemm and state.roles["weight"].scale.dim() == 1
-
-
-def _experts(state: Fp8State, first: int, count: int) -> Fp8State:
-    some = slice(first, first + count)
-    return Fp8State({role: RoleState(p.scale[some], p.amax_history[some]) for role, p in state.roles.items()})
 
 
 def _payload(data: bytes) -> Tensor:

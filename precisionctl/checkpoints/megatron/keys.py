@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
+from precisionctl.untrusted.safe_pickle import is_count
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
@@ -47,6 +48,11 @@ def expert_of(name: str) -> int | None:
     """The number of the expert, in the whole model, that a logical name belongs to; None if to none."""
     match = _EXPERT.fullmatch(name)
     return int(match[3]) if match else None
+
+
+def count_experts(names: Iterable[str]) -> int:
+    """The number of experts in each layer of a model, or of a rank, with these tensors; 0 if none."""
+    return 1 + max((number for name in names if (number := expert_of(name)) is not None), default=-1)
 
 
 def layer_of(name: str) -> tuple[int, str] | None:
@@ -115,7 +121,7 @@ def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
     if directory.name == directory_name(None):
         return None
     iteration = common.get("iteration")
-    return iteration if type(iteration) is int and 0 <= iteration < 1 << 63 else None
+    return iteration if is_count(iteration) else None
 
 
 def write_tracker(top: Path, iteration: int | None) -> None:

@@ -15,14 +15,14 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec
+from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec, state_name
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
 """Prefix of everything of an optimizer."""
-MASTER = f"{STATE}param."
+MASTER = state_name("param", "")
 """Prefix of FP32 master weights."""
-_PLAIN_MASTER = f"{STATE}fp32_param."
+_PLAIN_MASTER = state_name("fp32_param", "")
 """What Megatron's plain optimizer calls them; `param` is the distributed optimizer's word."""
 
 _MOST_SLICES = 1 << 22
@@ -139,7 +139,7 @@ def plain(key: str, prefix: str) -> str:
     name = name.removeprefix(prefix)
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    return f"{STATE}{kind}.{name}"
+    return state_name(kind, name)
 
 
 def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) -> None:

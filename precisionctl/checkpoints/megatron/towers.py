@@ -70,11 +70,6 @@ def with_towers(text: Mapping[str, TensorSpec], towers: Chunked, where: Path) ->
     return {**text, **towers.specs}
 
 
-def files_of(towers: Chunked) -> set[Path]:
-    """The files that hold towers."""
-    return {chunk.place for name in towers.specs for chunk in towers.chunks(name) if isinstance(chunk.place, Path)}
-
-
 class TowersWriter:
     """A Writer of the towers that are kept in the `directory` of an iteration."""
 

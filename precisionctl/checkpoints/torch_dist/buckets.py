@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.dtypes import DType
-from precisionctl.param import KINDS, STATE, TensorSpec
+from precisionctl.param import KINDS, TensorSpec, kind_and_parameter, state_name
 
 _KEY = re.compile(
     r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"
@@ -126,7 +126,7 @@ class _Unpacking:
             if layer := layer_of(name):
                 self._layers.setdefault(layer[0], []).append(name)
         self._experts = 1 + max((expert_of(name) or 0 for name in names), default=0)
-        self._found: dict[str, list[TensorPart]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in KINDS}
+        self._found: dict[str, list[TensorPart]] = {state_name(kind, name): [] for name in names for kind in KINDS}
         self._seen: set[tuple[str, Box]] = set()
 
     def _ranks(self, optimizer: int) -> int:
@@ -147,7 +147,7 @@ class _Unpacking:
         dtypes = next(iter(self._buffers.values()))[0].dtypes
         tensors = {}
         for name, parts in self._found.items():
-            kind, _, parameter = name.removeprefix(STATE).partition(".")
+            kind, parameter = kind_and_parameter(name)
             spec = TensorSpec(self._model[parameter].spec.shape, dtypes[kind])
             tensors[name] = LogicalTensor(spec, tuple(parts))
         return tensors
@@ -259,7 +259,7 @@ class _Unpacking:
             return
         self._seen.add(key)
         for kind in KINDS:
-            found = self._found[f"{STATE}{kind}.{at.local.name}"]
+            found = self._found[state_name(kind, at.local.name)]
             for piece in bucket.within(kind, at.start, at.start + at.local.elements):
                 begin = max(piece.offsets[0], at.start)
                 end = min(piece.offsets[0] + piece.sizes[0], at.start + at.local.elements)

@@ -5,15 +5,15 @@ It follows from names and sizes alone, so the bytes are the same for any number 
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, in_pieces, shard_boxes
-from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.output import open_weights
+from precisionctl.checkpoints.megatron.keys import count_experts, expert_of, layer_of
+from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.param import Parallelism, TensorSpec
 
 _ALIGNMENT = 64
@@ -42,11 +42,11 @@ class Placed:
     def chunk(self) -> Chunk:
         return Chunk(self.box, self.path, self.piece.span.offset + len(self.record.head))
 
-    def write_around(self, file: int) -> None:
-        """Write the record except for the tensor's bytes."""
+    @property
+    def around(self) -> tuple[tuple[int, bytes], tuple[int, bytes]]:
+        """What stands before and after the tensor's bytes, with the offset of each."""
         at = self.piece.span.offset
-        os.pwrite(file, self.record.head, at)
-        os.pwrite(file, self.record.tail, at + len(self.record.head) + self.record.nbytes)
+        return (at, self.record.head), (at + len(self.record.head) + self.record.nbytes, self.record.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,50 +61,76 @@ class _Box:
     sizes: tuple[int, ...]
 
 
-def place(
-    directory: Path,
-    specs: Mapping[str, TensorSpec],
-    keys: Mapping[str, tuple[str, tuple[int, ...]]],
-    parallelism: Parallelism,
-    piece_bytes: int | None = None,
-) -> list[Placed]:
+class Placement:
     """Every box of every tensor, file by file: `__{rank}_{n}.distcp`, as the ranks of a run of these sizes write them.
 
     `keys` has for each name the key it is stored under and its indices in the leading (stacked) dimensions. Boxes of
     more than `piece_bytes` are cut into several rows each.
     """
-    boxes = sorted(_boxes(specs, keys, parallelism, piece_bytes), key=lambda box: box.rank)
-    placed: list[Placed] = []
-    for rank, theirs in itertools.groupby(boxes, key=lambda box: box.rank):
-        number, offset, filled = 0, 0, 0
-        path = _file(directory, rank, number)
-        for box in theirs:
-            record = torch_zip_writer.record(specs[box.name].dtype, box.sizes)
-            if filled and filled + record.nbytes > FILE_BYTES:
-                number, offset, filled = number + 1, 0, 0
-                path = _file(directory, rank, number)
-            span = torch_zip.Span(path, offset, record.length)
-            placed.append(Placed(box.name, box.key, box.box, record, dcp.DcpPiece(box.offsets, box.sizes, span)))
-            offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
-            filled += record.nbytes
-    return placed
 
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        keys: Mapping[str, tuple[str, tuple[int, ...]]],
+        parallelism: Parallelism,
+        piece_bytes: int | None = None,
+    ) -> None:
+        self._directory, self._specs = directory, specs
+        self._placed: list[Placed] = []
+        boxes = sorted(_boxes(specs, keys, parallelism, piece_bytes), key=lambda box: box.rank)
+        for rank, theirs in itertools.groupby(boxes, key=lambda box: box.rank):
+            number, offset, filled = 0, 0, 0
+            path = self._file(rank, number)
+            for box in theirs:
+                record = torch_zip_writer.record(specs[box.name].dtype, box.sizes)
+                if filled and filled + record.nbytes > FILE_BYTES:
+                    number, offset, filled = number + 1, 0, 0
+                    path = self._file(rank, number)
+                span = torch_zip.Span(path, offset, record.length)
+                piece = dcp.DcpPiece(box.offsets, box.sizes, span)
+                self._placed.append(Placed(box.name, box.key, box.box, record, piece))
+                offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
+                filled += record.nbytes
 
-def lay_out(placed: Iterable[Placed]) -> None:
-    """Create the files of these boxes, which stand file by file, with everything but the tensors' bytes. Tensors in
-    existing files are not changed."""
-    for path, boxes in itertools.groupby(placed, key=lambda box: box.path):
-        file = open_weights(path)
-        try:
-            for each in boxes:
-                each.write_around(file)
-            os.ftruncate(file, each.piece.span.offset + each.record.length)
-        finally:
-            os.close(file)
+    def _file(self, rank: int, number: int) -> Path:
+        return self._directory / f"__{rank}_{number}.distcp"
 
+    @cached_property
+    def chunks(self) -> Mapping[str, list[Chunk]]:
+        """The chunks of each tensor."""
+        found: dict[str, list[Chunk]] = {name: [] for name in self._specs}
+        for placed in self._placed:
+            found[placed.name].append(placed.chunk)
+        return found
 
-def _file(directory: Path, rank: int, number: int) -> Path:
-    return directory / f"__{rank}_{number}.distcp"
+    @cached_property
+    def stored(self) -> dict[str, dcp.DcpTensor]:
+        """The stored (stacked) tensors by key: shape, dtype and all pieces."""
+        pieces: dict[str, list[Placed]] = {}
+        for each in self._placed:
+            pieces.setdefault(each.key, []).append(each)
+        stored = {}
+        for key, theirs in pieces.items():
+            ends = ([a + b for a, b in zip(each.piece.offsets, each.piece.sizes, strict=True)] for each in theirs)
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
+            dtype = self._specs[theirs[0].name].dtype
+            stored[key] = dcp.DcpTensor(shape, dtype, tuple(each.piece for each in theirs))
+        return stored
+
+    @property
+    def free_file(self) -> Path:
+        """The first rank's first file without tensors."""
+        taken = {placed.path for placed in self._placed}
+        return next(file for number in itertools.count() if (file := self._file(0, number)) not in taken)
+
+    def lay_out(self) -> None:
+        """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
+        for path, boxes in itertools.groupby(self._placed, key=lambda box: box.path):
+            placed = list(boxes)
+            length = placed[-1].piece.span.offset + placed[-1].record.length
+            lay_out_file(path, (piece for each in placed for piece in each.around), length)
 
 
 def _boxes(
@@ -114,7 +140,7 @@ def _boxes(
     piece_bytes: int | None,
 ) -> Iterable[_Box]:
     layers = max((layer[0] + 1 for name in specs if (layer := layer_of(name))), default=1)
-    experts = max((expert + 1 for name in specs if (expert := expert_of(name)) is not None), default=1)
+    experts = count_experts(specs) or 1
     of_experts = parallelism.expert_tensor or parallelism.tensor
     width = max(parallelism.tensor, parallelism.expert * of_experts)
     for name, spec in specs.items():
@@ -160,20 +186,6 @@ def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
             layers.setdefault(layer[0], {})[before + layer[1]] = (spec.shape, spec.dtype)
     found = list(layers.values())
     return any(other != found[0] for other in found) or set(layers) != set(range(len(layers)))
-
-
-def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.DcpTensor]:
-    """The stored (stacked) tensors by key: shape, dtype and all pieces."""
-    pieces: dict[str, list[Placed]] = {}
-    for each in placed:
-        pieces.setdefault(each.key, []).append(each)
-    stored = {}
-    for key, theirs in pieces.items():
-        ends = ([a + b for a, b in zip(each.piece.offsets, each.piece.sizes, strict=True)] for each in theirs)
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
-        stored[key] = dcp.DcpTensor(shape, specs[theirs[0].name].dtype, tuple(each.piece for each in theirs))
-    return stored
 
 
 def _dimensions(spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -38,7 +38,8 @@ from precisionctl.checkpoints.megatron.logical import (
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
-from precisionctl.checkpoints.megatron.towers import files_of, with_towers
+from precisionctl.checkpoints.megatron.towers import with_towers
+from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
@@ -146,7 +147,7 @@ class TorchDistReader(MegatronDirectory):
     def files(self) -> Sequence[Path]:
         """The files that hold tensors."""
         text = {part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts}
-        return sorted(text | files_of(self.towers))
+        return sorted(text | chunk_files(self.towers, self.towers.specs))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name in self.towers.specs:

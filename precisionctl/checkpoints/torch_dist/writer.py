@@ -8,26 +8,24 @@ spec expects one, empty where there is no state.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, RESHARDABLE, CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
-from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
+from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, origin, payloads_of, write_sidecar
+from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, count_experts, object_key, stack
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER, with_plain_masters
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
-from precisionctl.checkpoints.torch_dist.placement import Placed, lay_out, layers_differ, place, stored_tensors
+from precisionctl.checkpoints.torch_dist.placement import Placement, layers_differ
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -38,8 +36,8 @@ class TorchDistWriter:
     """Writes the directory of one iteration or `release`. The caller writes the tracker file.
 
     `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in a
-    form that both Megatron's plain optimizer and its distributed one load. `fp8_in` says where FP8 state goes: into
-    `_extra_state` for a run in FP8, in the form of TE 1.x or 2.x (`te`), or only into the sidecar.
+    form that both Megatron's plain optimizer and its distributed one load. FP8 state that is `live` goes into
+    `_extra_state`, for a run in FP8, in the form of TE 1.x or 2.x (`te`), other only into the sidecar.
 
     `parallelism` decides how tensors are cut and which files they go to; a run of any other sizes can load them. File
     sizes and offsets follow from the arguments alone; equal input gives equal bytes. Raises PrecisionError for experts
@@ -55,40 +53,31 @@ class TorchDistWriter:
         parallelism: Parallelism = ONE_RANK,
         run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
-        fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        live: bool = True,
         te: TeVersion = 2,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
         self._parallelism, self._run, self._companions = parallelism, run, companions or Companions()
-        self._fp8_in, self._te = fp8_in, te
+        self._live, self._te = live, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         self._keys = {name: stack(name, self._by_layer) for name in specs}
         _check_stacks(specs, self._keys)
 
     @cached_property  # a plan needs no places
-    def _placed(self) -> list[Placed]:
-        return place(self.directory, self.specs, self._keys, self._parallelism)
-
-    @cached_property
-    def _chunks(self) -> Mapping[str, list[Chunk]]:
-        found: dict[str, list[Chunk]] = {name: [] for name in self.specs}
-        for placed in self._placed:
-            found[placed.name].append(placed.chunk)
-        return found
+    def _placement(self) -> Placement:
+        return Placement(self.directory, self.specs, self._keys, self._parallelism)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._chunks[name]
+        return self._placement.chunks[name]
 
     def lay_out(self) -> None:
-        """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lay_out(self._placed)
+        self._placement.lay_out()
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write objects, `.metadata`, common data, FP8 state, companion files, and last `metadata.json`."""
-        payloads = fp8 if self._fp8_in == "extra_state" else None
-        stored = with_plain_masters(stored_tensors(self.specs, self._placed))
+        payloads = fp8 if self._live else None
+        stored = with_plain_masters(self._placement.stored)
         dcp.write_index(self.directory, dcp.Index(stored, self._write_objects(payloads)))
         own_provider = any("post_layernorm" in name for name in self.specs)
         if describes(self.model) and not own_provider:
@@ -115,24 +104,20 @@ class TorchDistWriter:
             )
         )
         write_companions(self.directory / COMPANIONS, self._companions)
-        beside = fp8 if payloads is None else beside_payloads(payloads)
-        if beside is not None:
-            sidecar.write(self.directory / sidecar.RELATIVE, beside)
+        write_sidecar(self.directory, fp8, live=self._live)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         marker = backend | {"common_backend": "torch", "common_backend_version": 1}
         (self.directory / MARKER).write_text(json.dumps(marker))
 
     def _write_objects(self, fp8: Fp8States | None) -> dict[str, torch_zip.Span]:
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
-        experts = max((expert + 1 for name in model if (expert := expert_of(name)) is not None), default=1)
+        experts = count_experts(model) or 1
         empty = dict.fromkeys(demanded(model), torch_zip_writer.EMPTY)
         payloads = {**empty, **(payloads_of(fp8, self._te, self._parallelism.expert) if fp8 else {})}
         states = {
             object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()
         }
-        taken = {placed.path for placed in self._placed}
-        files = (self.directory / f"__0_{number}.distcp" for number in itertools.count())  # of the first rank
-        path, offset, spans = next(file for file in files if file not in taken), 0, {}
+        path, offset, spans = self._placement.free_file, 0, {}
         with open(path, "wb") as file:
             for key, value in (states | dict(self._run.objects)).items():
                 # Megatron wraps each in a list

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
-from precisionctl.param import KINDS, STATE
+from precisionctl.param import KINDS, state_name
 
 FILE = "distrib_optim.pt"
 _ALIGNMENT = 64
@@ -78,4 +78,4 @@ def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Itera
             raise DamagedCheckpoint(what, where=path, do=DROP_OPTIMIZER)
         for name, parameter in group.items():
             offset = tensor.offset + starts[name] * tensor.dtype.itemsize
-            yield f"{STATE}{kind}.{name}", LocatedTensor(tensor.dtype, parameter.shape, offset)
+            yield state_name(kind, name), LocatedTensor(tensor.dtype, parameter.shape, offset)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.megatron.logical import te_names
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
@@ -93,11 +92,6 @@ def grouped_name(name: str) -> str:
     """A name without the number of its expert: the name of the grouped linear's parameter or state."""
     match = _EXPERT.fullmatch(name)
     return match[1] if match else name
-
-
-def count_experts(names: Iterable[str]) -> int:
-    """The number of experts that a rank has in each layer; 0 if none."""
-    return 1 + max((number for name in names if (number := expert_of(name)) is not None), default=-1)
 
 
 def renumbered(name: str, first_layer: int, first_expert: int) -> str:

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
-from precisionctl.param import MOMENTS, STATE
+from precisionctl.param import MOMENTS, state_name
 from precisionctl.torch_when_used import torch
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
@@ -72,7 +72,7 @@ def optimizer_tensors(
             for kind, value in found.items():
                 if not isinstance(value, LocatedTensor) or value.shape != parameters[name].shape:
                     raise DamagedCheckpoint(f"the optimizer's {kind} of `{name}` is not of its shape", where=path)
-                yield f"{STATE}{kind}.{name}", value
+                yield state_name(kind, name), value
 
 
 def optimizer_state(

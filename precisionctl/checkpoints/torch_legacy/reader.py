@@ -18,16 +18,16 @@ from typing import Any
 from precisionctl.architectures.megatron_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
-from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
-from precisionctl.checkpoints.megatron.towers import files_of, with_towers
+from precisionctl.checkpoints.megatron.towers import with_towers
+from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
 from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_of, encodings_of
 from precisionctl.checkpoints.torch_legacy.names import (
-    count_experts,
     count_layers,
     fc_weights,
     is_before_core,
@@ -53,7 +53,7 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import REPLICATED, ROWS, STATE, Parallel, Parallelism, TensorSpec
+from precisionctl.param import REPLICATED, ROWS, Parallel, Parallelism, TensorSpec, kind_and_parameter, state_name
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -101,7 +101,7 @@ class LegacyReader(MegatronDirectory):
         """The ranks' files, and those of their distributed optimizers."""
         beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
         there = [path for path in beside if has_file(path, self.path)]
-        return [*(rank.path for rank in self._ranks), *there, *sorted(files_of(self.towers))]
+        return [*(rank.path for rank in self._ranks), *there, *sorted(chunk_files(self.towers, self.towers.specs))]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
@@ -170,12 +170,12 @@ class LegacyReader(MegatronDirectory):
     @cached_property
     def _optimizer(self) -> dict[str, ShardedTensor]:
         shards = gathered(self._optimizer_located(), self.parallelism)
-        for kind in {name.removeprefix(STATE).partition(".")[0] for name in shards}:
+        for kind in {kind_and_parameter(name)[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
-                _join_tied(shards, f"{STATE}{kind}.{_OUTPUT}", f"{STATE}{kind}.{EMBEDDING}")
+                _join_tied(shards, state_name(kind, _OUTPUT), state_name(kind, EMBEDDING))
 
         def as_its_parameter(name: str, *_: object) -> Parallel:
-            return self.specs[name.removeprefix(STATE).partition(".")[2]].parallel
+            return self.specs[kind_and_parameter(name)[1]].parallel
 
         return assembled(shards, self.parallelism, as_its_parameter)
 

@@ -8,40 +8,31 @@ parallel sizes can load the result.
 from __future__ import annotations
 
 import argparse
-import os
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
-from precisionctl.checkpoints.megatron.fp8_state_writer import (
-    beside_payloads,
-    demanded,
-    grouped_payloads,
-    origin,
-)
-from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
+from precisionctl.checkpoints.megatron.fp8_state_writer import demanded, grouped_payloads, origin, write_sidecar
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, count_experts, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
-from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
 from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
 from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import MOMENTS, ONE_RANK, STATE, Parallelism, TensorSpec
+from precisionctl.param import MOMENTS, ONE_RANK, Parallelism, TensorSpec, kind_and_parameter
 
 _OUTPUT = "output_layer.weight"
 _MODULES = Modules(fused=True, grouped=True)
@@ -66,8 +57,8 @@ class LegacyWriter:
 
     `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in the
     form of Megatron's plain (not distributed) optimizer. Every rank's file has all of `run` but its objects, for which
-    this format has no place. `fp8_in` says where FP8 state goes: into `_extra_state` for a run in FP8, in the form of
-    TE 1.x or 2.x (`te`), or only into the sidecar.
+    this format has no place. FP8 state that is `live` goes into `_extra_state`, for a run in FP8, in the form of TE 1.x
+    or 2.x (`te`), other only into the sidecar.
 
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes. The plan has already checked
     that layers, experts and tensors divide by the sizes. Raises ShapeMismatch for sizes that this format cannot
@@ -83,16 +74,16 @@ class LegacyWriter:
         parallelism: Parallelism = ONE_RANK,
         run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
-        fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        live: bool = True,
         te: TeVersion = 2,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
         self._sizes, self._run, self._companions = parallelism, run, companions or Companions()
-        self._fp8_in, self._te = fp8_in, te
+        self._live, self._te = live, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch")
         self._args["use_distributed_optimizer"] = False
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
-        self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
+        self._experts = count_experts(specs)
         if parallelism.tensor % (parallelism.expert_tensor or 1):
             raise ShapeMismatch(
                 f"experts cut for {parallelism.expert_tensor} ranks have no place in directories of "
@@ -116,7 +107,7 @@ class LegacyWriter:
         """Fill the ranks' stages and optimizers with Blanks, and return the chunks of each logical tensor."""
         held: dict[_TensorRanks, list[tuple[str, Blank, list[list[Box]]]]] = {ranks: [] for ranks in self._ranks}
         for name, spec in self.specs.items():
-            kind, parameter = _parameter(name)
+            kind, parameter = kind_and_parameter(name)
             replicated = spec.parallel.kind == "replicated"
             shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(parameter, self._sizes))
             for ranks, stage, local in self._holders(parameter):
@@ -165,12 +156,9 @@ class LegacyWriter:
 
     def finish(self, fp8: Fp8States | None) -> None:
         """Write FP8 state and companion files."""
-        payloads = fp8 if self._fp8_in == "extra_state" else None
-        self._write_around(payloads)
+        self._write_around(fp8 if self._live else None)
         write_companions(self.directory / COMPANIONS, self._companions)
-        beside = fp8 if payloads is None else beside_payloads(payloads)
-        if beside is not None:
-            sidecar.write(self.directory / sidecar.RELATIVE, beside)
+        write_sidecar(self.directory, fp8, live=self._live)
 
     def _write_around(self, fp8: Fp8States | None) -> None:
         """Write each rank's file except for the bytes of tensors."""
@@ -178,13 +166,7 @@ class LegacyWriter:
         for ranks in self._ranks:
             archive = self._archive(ranks, payloads[ranks], fp8)
             for path in ranks.paths.values():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = open_weights(path)
-                try:
-                    archive.write_around(file)
-                    os.ftruncate(file, archive.length)
-                finally:
-                    os.close(file)
+                archive.write_around(path)
 
     def _archive(
         self, ranks: _TensorRanks, payloads: Mapping[tuple[int, str], object], fp8: Fp8States | None
@@ -225,14 +207,6 @@ class LegacyWriter:
         return found
 
 
-def _parameter(name: str) -> tuple[str, str]:
-    """The kind of an optimizer's tensor and its parameter; the kind is empty for the model's own tensors."""
-    if not name.startswith(STATE):
-        return "", name
-    kind, _, parameter = name.removeprefix(STATE).partition(".")
-    return kind, parameter
-
-
 def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
     """The shape of a rank's shard, which consists of these boxes."""
     if boxes == [whole(spec)]:
@@ -244,7 +218,7 @@ def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
     """Raise MappingError for another optimizer than Adam. Muon has a `momentum_buffer` in a second optimizer beside
     Adam; how Megatron stores that in this format is not known here."""
-    other = [name for name in specs if (kind := _parameter(name)[0]) and kind not in ("param", *MOMENTS)]
+    other = [name for name in specs if (kind := kind_and_parameter(name)[0]) and kind not in ("param", *MOMENTS)]
     if other:
         raise MappingError(
             f"`{other[0]}` is not Adam's: how Megatron's torch format stores it is not known here",

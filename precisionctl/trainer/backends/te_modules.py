@@ -183,11 +183,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
 
     def set_fp8_state(self, state: Fp8State) -> None:
         mine = self.backend.world.experts.local_experts(len(state.roles["weight"].scale))
-        here = slice(mine.start, mine.stop)
-        roles = state.roles.items()
-        super().set_fp8_state(
-            Fp8State({role: RoleState(part.scale[here], part.amax_history[here]) for role, part in roles})
-        )
+        super().set_fp8_state(state.of_expert(slice(mine.start, mine.stop)))
 
     def _product(self, values: Tensor, counts: list[int]) -> Tensor:
         group, first = self.backend.world.experts.replicas, self.backend.is_first_microbatch

@@ -11,6 +11,7 @@ from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.recipe import Recipe
+from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -41,7 +42,7 @@ class MegatronSchedule:
             rates
             and 0 <= self.min_lr <= self.max_lr < math.inf
             and 0 <= self.init_lr <= self.max_lr
-            and all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
+            and all(map(is_count, counts))
             and self.lr_warmup_steps < self.lr_decay_steps
             and self.lr_decay_style in DECAY_STYLES
             and (self.lr_decay_style != "WSD" or (self.wsd_decay_steps > 0 and self.wsd_decay_style in WSD_STYLES))

@@ -28,7 +28,7 @@ from precisionctl.commands.notes import unread_notes
 from precisionctl.conversion.convert import run as convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
-from precisionctl.param import KINDS, STATE, TensorSpec
+from precisionctl.param import KINDS, STATE, TensorSpec, state_name
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
@@ -169,7 +169,7 @@ def has_optimizer(source: Reader) -> TypeGuard[MegatronReader | TrainedReader]:
     """Whether there is an optimizer whose state can be read by parameter. Raises as `optimizer_specs`."""
     if not (of_megatron(source) or of_trainer(source)):
         return False
-    return any(name.startswith(f"{STATE}exp_avg.") for name in optimizer_specs(source))
+    return any(name.startswith(state_name("exp_avg", "")) for name in optimizer_specs(source))
 
 
 def _has_trainers_optimizer(source: Reader) -> TypeGuard[TrainedReader]:
@@ -209,7 +209,7 @@ def plan_optimizer(source: MegatronReader | TrainedReader, run: Run) -> Plan:
         return replace(plan, jobs=tuple(job for job in plan.jobs if job.name.startswith(STATE)))
     found, parameters = optimizer_specs(source), run.optimizer.parameters
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
-    wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in run.model.shards.tensors}
+    wanted = {state_name(kind, name): (kind, name) for kind in KINDS for name in run.model.shards.tensors}
     optional = {
         key
         for key, (kind, name) in wanted.items()
@@ -231,10 +231,10 @@ def load_optimizer(source: MegatronReader | TrainedReader, run: Run, plan: Plan)
         with damage("what no optimizer of ours keeps", source.path, _WITHOUT):
             run.optimizer.load_extra_state(source.read_object(OPTIMIZER))
     for kind in KINDS:  # one after the other, so that an optimizer with fewer bits has only one kind in FP32 at a time
-        jobs = tuple(job for job in plan.jobs if job.name.startswith(f"{STATE}{kind}."))
+        jobs = tuple(job for job in plan.jobs if job.name.startswith(state_name(kind, "")))
         with run.optimizer.loading(kind) as tensors:
-            named = {f"{STATE}{kind}.{name}": tensor for name, tensor in tensors.items()}
-            shards = {f"{STATE}{kind}.{name}": shard for name, shard in run.model.shards.tensors.items()}
+            named = {state_name(kind, name): tensor for name, tensor in tensors.items()}
+            shards = {state_name(kind, name): shard for name, shard in run.model.shards.tensors.items()}
             live = LiveModel(run.model.model, named, shards=shards)
             convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
     run.optimizer.steps = trained_run(source).updates

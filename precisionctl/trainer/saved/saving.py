@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_me
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
-from precisionctl.checkpoints.output import Output, disk_problems, sync_all
+from precisionctl.checkpoints.output import Output, chunk_files, disk_problems, sync_all
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
@@ -30,7 +30,7 @@ from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import KINDS, STATE
+from precisionctl.param import KINDS, STATE, state_name
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
@@ -222,8 +222,7 @@ def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
     worker = Worker(towers, source, writer)
     for job in towers.jobs:
         worker.do(job)
-    chunks = (chunk for name in towers.targets for chunk in writer.chunks(name))
-    sync_all({chunk.place for chunk in chunks if isinstance(chunk.place, Path)})
+    sync_all(chunk_files(writer, towers.targets))
 
 
 def with_optimizer(plan: Plan) -> Plan:
@@ -231,7 +230,7 @@ def with_optimizer(plan: Plan) -> Plan:
     jobs, targets = [*plan.jobs], dict(plan.targets)
     for kind in KINDS:
         for job in plan.jobs:
-            write = f"{STATE}{kind}.{job.name}"
+            write = state_name(kind, job.name)
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
             targets[write] = replace(plan.targets[job.name], dtype=DType.float32)
     return replace(plan, jobs=tuple(jobs), targets=targets)
@@ -240,7 +239,7 @@ def with_optimizer(plan: Plan) -> Plan:
 def _live_model(run: Run) -> LiveModel:
     """The tensors that this rank saves: parameters and the optimizer's, by Megatron's names."""
     kinds: dict[str, Mapping[str, Tensor]] = {"": run.optimizer.parameters}
-    kinds |= {f"{STATE}{kind}.": tensors for kind, tensors in run.optimizer.tensors.items()}
+    kinds |= {state_name(kind, ""): tensors for kind, tensors in run.optimizer.tensors.items()}
     shards = {prefix + name: shard for prefix in kinds for name, shard in run.model.shards.saved.items()}
     tensors: Mapping[str, Tensor]
     if any(isinstance(tensors, LazyTensors) for tensors in kinds.values()):
