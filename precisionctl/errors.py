@@ -187,8 +187,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """Advice for a name that is none of the known ones: the one that was perhaps meant; empty if there is none."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}?" if near else ""
+    by_small = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_small, n=1, cutoff=_NEAR)
+    return f"Did you mean {by_small[near[0]]}?" if near else ""
+
+
+_NEAR = 0.8
+"""`fp16` and `bf16`, or `fp8` and `mxfp8`, are 0.75 alike, and other things; `vlm` and `vllm` are 0.86."""
 
 
 def nearest_path(path: Path) -> str:

@@ -1,10 +1,13 @@
 """The commands as a shell sees them: help, exit codes, one line for an error, a traceback on request."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import click
@@ -121,6 +124,16 @@ def test_a_folder_that_has_a_checkpoint_in_it_is_answered_with_that_one(tmp_path
     assert "The directory is empty." in run("inspect", tmp_path / "empty").stderr
 
 
+def test_a_folder_of_several_checkpoints_is_answered_with_all_of_them(tmp_path):
+    for name in ("b", "a"):
+        pico.save(tmp_path / name)
+    found = " ".join(run("inspect", tmp_path).stderr.split())
+    assert f"There are several in it, give one: {tmp_path / 'a'}, {tmp_path / 'b'}." in found
+    for index in range(10):
+        (tmp_path / f"c{index}").symlink_to("a")
+    assert "c7, and 2 more." in " ".join(run("inspect", tmp_path).stderr.split())
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -222,6 +235,7 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out"
     ("arguments", "advice"),
     [
         (["export-inference", "{}", "{}/out", "--target", "vlm"], "no engine `vlm`. Did you mean vllm?"),
+        (["export-inference", "{}", "{}/out", "--target", "SGlang"], "no engine `SGlang`. Did you mean sglang?"),
         (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
         (
             ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--recipe", "fp8-delayd"],
@@ -241,6 +255,12 @@ def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, argu
     pico.save(tmp_path, "qwen3")
     found = run(*(argument.format(tmp_path) for argument in arguments))
     assert found.exit_code == 2 and advice in found.stderr
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_a_word_that_is_less_alike_is_not_guessed(tmp_path, scheme):
+    found = run("export-inference", tmp_path, tmp_path / "out", "--target", "vllm", "--scheme", scheme)
+    assert found.exit_code == 2 and f"'{scheme}' is not one of" in found.stderr and "mean" not in found.stderr
 
 
 def write_run(folder, losses, first_step=1):
@@ -331,6 +351,19 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
         assert shown.exit_code == 1
         assert re.search(r"DiskProblem.*[\d,]{6,} bytes to write, 1,000 bytes free", shown.stderr, re.DOTALL)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_dry_run_says_that_the_disk_takes_no_file(tmp_path, monkeypatch):
+    pico.save(tmp_path / "hf")
+
+    def read_only(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{dir}/tmpabc")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    shown = run("convert", tmp_path / "hf", tmp_path / "new" / "out", "--to", "megatron", "--dry-run")
+    assert shown.exit_code == 1 and "tmpabc" not in shown.stderr
+    words = f"nothing can be written there: Read-only file system ({tmp_path})"
+    assert words in shown.stderr and "Choose a destination" in shown.stderr
 
 
 def test_a_destination_that_exists_is_left_alone(tmp_path):

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, PrecisionctlError, UnsafePickle
 from precisionctl.reports import inspect
 
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
@@ -119,7 +119,10 @@ def test_a_universal_checkpoint_is_read_parameter_by_parameter(tmp_path: Path, l
 
 @pytest.mark.parametrize(
     ("file", "value", "why"),
-    [("exp_avg_sq.pt", None, "moments, which 1 parameters lack"), ("step.pt", 99, "parameters differ in it")],
+    [
+        ("exp_avg_sq.pt", None, "moments, which `model.norm.weight` lacks in part"),
+        ("step.pt", 99, "parameters differ in it"),
+    ],
 )
 def test_moments_of_a_universal_checkpoint_that_do_not_belong_together_stay_behind_with_a_word(
     tmp_path: Path, llama: Path, file: str, value: int | None, why: str
@@ -131,6 +134,15 @@ def test_moments_of_a_universal_checkpoint_that_do_not_belong_together_stay_behi
     told = conversions.run(directory, tmp_path / "out", "hf", reference=llama)
     assert any("stay behind: " in note and why in note for note in told.notes), told.notes
     assert_is(read(directory, llama), {"fp32": states["fp32"]})
+
+
+def test_a_parameter_of_a_universal_checkpoint_without_any_moments_is_named(tmp_path: Path, llama: Path) -> None:
+    directory = files.save_universal(tmp_path / "global_step3_universal", files.states_of(weights_of(llama)))
+    for file in ("exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
+        (directory / "zero" / "model.norm.weight" / file).unlink()
+    with pytest.raises(MissingTensor, match=r"exp_avg\.model\.norm\.weight"):
+        conversions.run(directory, tmp_path / "out", "megatron", reference=llama)
+    conversions.run(directory, tmp_path / "out", "megatron", reference=llama, drop_optimizer=True)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trained_models import config_of, moments, save, states, trained
 
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -69,6 +72,10 @@ def test_a_run_of_pytorch_comes_with_the_names_of_its_class(tmp_path: Path, fami
         out = tmp_path / f"of-{source.name}"
         conversions.run(source, out, "hf", container=UNIVERSAL, reference=told)
         assert_holds(out, expected, 2)
+    conversions.run(out, tmp_path / "back", "megatron", "bf16")  # with the tied copy, which has no moments
+    mcore, back = (WithOptimizer(open_checkpoint(tmp_path / name)) for name in ("mcore", "back"))
+    assert mcore.specs.keys() == back.specs.keys() > set(mcore.reader.specs)
+    assert all(torch.equal(read_tensor(mcore, name), read_tensor(back, name)) for name in mcore.specs)
 
 
 def test_groups_of_the_run_that_goes_on_keep_their_decay_and_get_the_rest(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import conversions
 import four_bit_directories
 import fp8_directories
 import pico
@@ -22,7 +23,7 @@ from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
-from precisionctl.param import TensorSpec
+from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.inspect import describe, tables
 from precisionctl.untrusted.safe_files import LENGTHS
 
@@ -48,6 +49,23 @@ def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
     assert (found["container"], found["layout"], found["architecture"]) == ("safetensors", "hf", "llama")
     assert found["precision"] == "bfloat16"
     assert found["fp8"] is None
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "words"),
+    [
+        (Parallelism(2, expert=2), "--tp 2 --ep 2"),
+        (Parallelism(2, expert=2, expert_tensor=1), "--tp 2 --ep 2 --etp 1"),
+        (Parallelism(2, expert_tensor=2), "--tp 2"),
+        (Parallelism(expert=2, expert_tensor=2), "--ep 2 --etp 2"),
+        (Parallelism(), "one rank"),
+    ],
+)
+def test_the_split_is_said_in_options_that_make_it_again(tmp_path: Path, parallelism: Parallelism, words: str) -> None:
+    pico.save(tmp_path / "hf", "qwen3-moe")
+    conversions.run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=parallelism)
+    rows = [row for table in tables(describe(open_checkpoint(tmp_path / "out"))) for row in table.rows]
+    assert ("split for", words) in [tuple(row) for row in rows]
 
 
 def test_a_description_says_which_roles_were_never_recorded_and_when_the_rest_was(tmp_path: Path) -> None:

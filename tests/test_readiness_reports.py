@@ -1,6 +1,7 @@
 """What `inspect --fp8` shows: JSON of a known form, tables, and a page that is whole in itself."""
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -230,9 +231,15 @@ def test_a_state_of_another_model_is_one_error(tmp_path):
     assert result.exit_code == 1 and "decoder.layers.2.mlp.linear_fc1" in result.stderr
 
 
-def test_a_page_without_a_place_is_told_before_anything_is_measured(tmp_path):
+def test_a_page_without_a_place_is_told_before_anything_is_measured(tmp_path, monkeypatch):
     result = run("inspect", tmp_path, "--fp8", "--html", tmp_path / "nowhere" / "page.html")
     assert result.exit_code == 2 and "nowhere" in result.stderr
+    result = run("inspect", tmp_path, "--fp8", "--html", tmp_path)
+    assert result.exit_code == 2 and "is a directory" in result.stderr
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path) or mode != os.W_OK)
+    for command in (["inspect", tmp_path, "--fp8", "--html"], ["compare", tmp_path, tmp_path, "--png"]):
+        result = run(*command, tmp_path / "page")
+        assert result.exit_code == 2 and "cannot be written to" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--html", "--fp8-state"])

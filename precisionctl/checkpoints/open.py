@@ -12,8 +12,8 @@ from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError, UnknownFormat
 
 _log = logging.getLogger(__name__)
-_LOOKED_INTO = 100
-"""Folders in one that is no checkpoint."""
+_LOOKED_INTO, _SHOWN = 100, 10
+"""Folders in one that is no checkpoint, and checkpoints among them that an error names."""
 
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
@@ -39,10 +39,16 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
 def _advice(path: Path, containers: Sequence[Container]) -> str:
     """What to do about a directory that is no checkpoint."""
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    found: list[str] = []
     for folder in inside[:_LOOKED_INTO]:
         with suppress(PrecisionctlError, OSError):
             if folder.is_dir() and any(container.recognise(folder) for container in containers):
-                return f"Did you mean {folder}?"
+                found.append(str(folder))
+    if len(found) > 1:
+        rest = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"There are several in it, give one: {', '.join(found[:_SHOWN])}{rest}."
+    if found:
+        return f"Did you mean {found[0]}?"
     if not inside:
         return "The directory is empty."
     return "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])

@@ -12,7 +12,7 @@ from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
     FILE,
-    NEW_PATH,
+    NEW_FILE,
     POSITIVE,
     RUN,
     TOO_FAR,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, for each layer, role and scaling."
 )
 @click.option("--fp8-state", type=FILE, help="With --fp8: read activations and gradients from this file of calibrate.")
-@click.option("--html", type=NEW_PATH, help="With --fp8: write a report to this file, as one self-contained page.")
+@click.option("--html", type=NEW_FILE, help="With --fp8: write a report to this file, as one self-contained page.")
 @click.option(
     "--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: number of processes that measure."
 )
@@ -68,8 +68,6 @@ def inspect(
     """
     if not fp8 and (fp8_state or html):
         raise click.UsageError("--fp8-state and --html are for --fp8.")
-    if html and not html.absolute().parent.is_dir():
-        raise click.UsageError(f"There is no directory {html.parent} for --html.")
     from precisionctl import console
     from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
@@ -228,8 +226,8 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
 @click.argument("runs", metavar="RUN RUN...", type=RUN, nargs=-1, required=True)
 @click.option("--max-gap", type=Percent(), help="Exit with 3 if a mean gap is larger than this, e.g. 1%.")
 @click.option("--last", type=POSITIVE, default=100, show_default=True, help="Number of last steps to average.")
-@click.option("--png", type=NEW_PATH, help="Write a picture of the curves to this file.")
-@click.option("--html", type=NEW_PATH, help="Write table and curves to this file, as one self-contained page.")
+@click.option("--png", type=NEW_FILE, help="Write a picture of the curves to this file.")
+@click.option("--html", type=NEW_FILE, help="Write table and curves to this file, as one self-contained page.")
 @json_option
 def compare(
     runs: tuple[Path, ...],

@@ -1,5 +1,6 @@
 """Parameter types of the command line, and options that several commands share."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -49,6 +50,23 @@ class ExistingPath(click.Path):
             self.fail(f"'{value}': {UNFINISHED}. {GOES_ON}", param, ctx)
 
 
+class NewFile(click.Path):
+    """A file to write at the end of a command, which may take long: whether that is possible is asked before."""
+
+    name = "path"
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        above = Path(value).absolute().parent
+        if not above.is_dir():
+            self.fail(f"'{value}': there is no directory {Path(value).parent}.", param, ctx)
+        if not os.access(above, os.W_OK):
+            self.fail(f"'{value}': {Path(value).parent} cannot be written to.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class CheckpointPath(ExistingPath):
     """A path that exists, or a HubName, which the command downloads when it begins."""
 
@@ -68,7 +86,7 @@ class CheckpointPath(ExistingPath):
 
 
 CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
-RUN, FILE = ExistingPath(), ExistingPath(dir_okay=False)
+RUN, FILE, NEW_FILE = ExistingPath(), ExistingPath(dir_okay=False), NewFile()
 
 
 class Choice(click.Choice[str]):

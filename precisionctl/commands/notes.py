@@ -37,8 +37,8 @@ from precisionctl.quant_methods.base import FOUR_BITS
 from precisionctl.sizes import size
 
 _NAMES = {
-    "Megatron-Bridge": "The names in Megatron are Megatron-Bridge's names, and so are modules that they are of: "
-    "Megatron-Core alone does not build this family.",
+    "Megatron-Bridge": "The result has Megatron-Bridge's names, for modules of its own: Megatron-Core alone does not "
+    "build this family.",
     "this project": "Neither Megatron-Core nor Megatron-Bridge has this family: its names in Megatron are this "
     "project's.",
 }

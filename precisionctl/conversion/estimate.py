@@ -13,6 +13,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import directory_above
 from precisionctl.conversion.buffers import BUFFER, worker_memory
+from precisionctl.errors import DiskProblem
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
 from precisionctl.torch_when_used import torch
@@ -36,7 +37,7 @@ class Estimate:
 
 def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
     """Estimate memory from the plan, and time from a short measurement of copying from the source to the destination's
-    disk, and of encoding."""
+    disk, and of encoding. Raises DiskProblem where that disk takes no file."""
     memory = PLANNED * (len(reader.specs) + len(plan.targets)) + workers * worker_memory(plan)
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
@@ -47,8 +48,13 @@ def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Est
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
     """Bytes per second that can be read from the source, written to `directory` and synced; None without files."""
+    try:
+        target = tempfile.TemporaryFile(dir=directory)
+    except OSError as error:
+        what = f"nothing can be written there: {error.strerror}"
+        raise DiskProblem(what, where=directory, do="Choose a destination that can be written to.") from error
     block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
-    with tempfile.TemporaryFile(dir=directory) as target:
+    with target:
         for count in islice((count for file in reader.files for count in _read(file, block)), PROBE // BUFFER):
             copied += target.write(memoryview(block)[:count])
         target.flush()

@@ -286,8 +286,9 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:
-    """Parallel sizes as `convert` takes them."""
-    words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size > 1 or field.endswith("layers")]
+    """Parallel sizes as `convert` takes them, but those that are its defaults."""
+    defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
+    words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")
 
 

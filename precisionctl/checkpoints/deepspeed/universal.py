@@ -81,8 +81,8 @@ def read_universal(directory: Path) -> SavedStates:
     extra = dict.fromkeys(one.name for folder in folders for one in folder.iterdir() if one.name not in known)
     unread = f"{shown(sorted(extra))} of its parameters" if extra else ""
     lost = ""
-    if (first or second) and not len(trained) == len(first) == len(second):
-        lost = f"moments, which {len(trained) - len(first.keys() & second.keys())} parameters lack in part"
+    if in_part := first.keys() ^ second.keys():  # one without both is a tied copy, or the family's table refuses it
+        lost = f"moments, which `{min(in_part)}` lacks in part"
     elif (updates := _updates(trained, optimizer, directory)) is None and first:
         lost = "moments, as nothing says how many updates made them, or parameters differ in it"
     kept = moments if first and not lost else {}
