@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
-from precisionctl.errors import OutputError
+from precisionctl.errors import DamagedCheckpoint, OutputError
 
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
@@ -188,10 +189,10 @@ def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
         if not line.endswith("\n"):
             break
         try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
+            parsed = parse_json(line.encode(_ANY), "journal")
+        except DamagedCheckpoint:
             break
-        if not isinstance(parsed, dict) or (lines and not _is_record(parsed)):
+        if lines and not _is_record(parsed):
             break
         lines.append(parsed)
         length += len(line)

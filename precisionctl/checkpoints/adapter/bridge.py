@@ -78,8 +78,9 @@ def _read_config(directory: Path) -> LoraConfig:
     alpha: Any = config.get("alpha")
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
+    ranks = frozenset((rank,))
     return LoraConfig(
-        rank, alpha, {}, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=None
+        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=None
     )
 
 
