@@ -94,8 +94,7 @@ def open_journal(
         if not restart:
             _check_ours(output, text, lines, header)
         journal = Journal(file)
-        token = output.token.read_bytes() if output.token.is_file() else None
-        if not restart and lines and token == str(lines[0].get("id")).encode():
+        if not restart and lines and _token(output) == str(lines[0].get("id")).encode():
             journal._continue(lines[1:], length)
         else:
             _begin(output, journal, header)
@@ -165,6 +164,14 @@ def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> No
     identity = uuid.uuid4().hex
     journal._append({**header, "id": identity})
     output.token.write_text(identity)
+
+
+def _token(output: Output) -> bytes | None:
+    """The identity in the partial directory; of what is longer the beginning, as a file with holes has any length."""
+    if not output.token.is_file():
+        return None
+    with open(output.token, "rb") as file:
+        return file.read(1 << 10)
 
 
 def fingerprints(files: Iterable[Path]) -> list[list[object]]:

@@ -1,8 +1,9 @@
-"""Files whose reading would take time quadratic in their size: numbers chosen to have one hash, and tables that are
-looked through for each name."""
+"""Files whose reading would cost far more than their size: numbers chosen to have one hash, tables that are looked
+through for each name, a base's config with other sizes than its tensors."""
 
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 
 
 @contextmanager
@@ -89,6 +90,15 @@ def test_an_adapter_with_a_million_ranks(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with soon(15):  # most of it to parse the file
         open_checkpoint(tmp_path, hints=Hints(reference=tmp_path / "base"))
+
+
+def test_an_adapter_by_bridge_for_a_base_whose_config_says_gigabytes(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
+    shutil.copytree(golden / "base", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text()) | {"intermediate_size": 1 << 30}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with soon(), pytest.raises(ShapeMismatch, match="its config.json says other sizes"):
+        open_checkpoint(golden / "adapter", hints=Hints(reference=tmp_path / "base"))
 
 
 def test_names_of_many_parts_in_an_adapter() -> None:
