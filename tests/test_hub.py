@@ -371,6 +371,11 @@ def test_a_fault_of_ours_is_not_told_as_the_hub_s_and_an_answer_that_is_no_json_
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, answer=answer, **__: answer)
         with pytest.raises(EnvironmentProblem, match="has no name"):
             api.download("org/model")
+    for length in ("1", -1, 1.5, 10**30):
+        answer = SimpleNamespace(sha="0" * 40, siblings=[SimpleNamespace(size=length, rfilename="model.safetensors")])
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, answer=answer, **__: answer)
+        with pytest.raises(EnvironmentProblem, match="a length that is none"):
+            api.download("org/model")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raises(json.JSONDecodeError("no JSON", "<html>", 0)))
     with pytest.raises(EnvironmentProblem, match="the server's answer is not one that the Hub gives: no JSON"):
         api.download("org/model")

@@ -273,6 +273,14 @@ def listed_layers(listed: object, kinds: Mapping[str, bool], where: object) -> l
     return [kinds[kind] for kind in listed]
 
 
+def numbered_layers(listed: object, key: str, where: object) -> frozenset[int]:
+    """The layers whose numbers are listed under a key."""
+    # as many as there may be layers: numbers can be chosen to have one hash, and take time quadratic in how many
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(layer) is not int for layer in listed):
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of layers", where=where)
+    return frozenset(listed)
+
+
 def everywhere(config: Config, layers: int) -> list[bool]:
     """True for every layer."""
     return [True] * layers

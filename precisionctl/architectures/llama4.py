@@ -19,6 +19,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     layers,
     listed_layers,
+    numbered_layers,
     size,
     tied,
 )
@@ -28,7 +29,6 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rearrange import Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.smollm3 import ROPE_LAYERS, with_rope
-from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_shape import ModelShape
 
 _NAMES = {"mlp.gate.": "mlp.router.", "shared_experts": "shared_expert"}
@@ -90,9 +90,7 @@ def _read_experts(config: Config, where: object) -> Fields:
     if listed is None:
         step = size({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step", where)
         listed = [*range(step - 1, numbers, step)]
-    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
-        raise DamagedCheckpoint(f"moe_layers is {shown(listed)}, not a list of layers", where=where)
-    with_experts = frozenset(listed)
+    with_experts = numbered_layers(listed, "moe_layers", where)
     return {
         "moe.layer_freq": tuple(layer in with_experts for layer in range(numbers)),
         "moe.ffn_hidden_size": inner,

@@ -126,7 +126,7 @@ def _read_layers(config: Config, where: object) -> Fields:
         pattern = "".join(_LETTERS[kind] for kind in listed)
     if pattern is None:
         pattern = "ME*-"  # its class's
-    if not isinstance(pattern, str):
+    if not isinstance(pattern, str) or len(pattern) > MOST_LAYERS:
         raise DamagedCheckpoint(f"hybrid_override_pattern is {shown(pattern)}, not a word", where=where)
     fields: dict[str, object] = {"mamba.pattern": pattern, "num_layers": len(pattern)}
     fields["rope_layers"] = (False,) * len(pattern)

@@ -11,6 +11,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     everywhere,
     layers,
+    numbered_layers,
     size,
     sliding_window,
 )
@@ -18,16 +19,12 @@ from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3 import COMMON
-from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_shape import ModelShape
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise DamagedCheckpoint(f"mlp_only_layers is {shown(dense)}, not a list of layers", where=where)
+    without = numbered_layers(config.get("mlp_only_layers") or [], "mlp_only_layers", where)
     step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
-    without = frozenset(dense)
     numbers = range(layers(config, where))
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
 

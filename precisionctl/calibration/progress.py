@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept, replace_file, write_then_rename
-from precisionctl.errors import DamagedCheckpoint, OutputError
+from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.saved import run_folder
+from precisionctl.untrusted.safe_files import read_file
 
 _IDENTITY = "calibration.json"
 
@@ -75,12 +77,7 @@ class Progress:
         """Raise OutputError if `OUT.partial` is of another calibration, DamagedCheckpoint if its identity cannot be
         read."""
         identity = self._output.partial / _IDENTITY
-        try:
-            found = json.loads(identity.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
-        if not isinstance(found, dict):
-            raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
+        found = parse_json(read_file(identity, self._output.partial), identity)
         run_folder.check_same(run_folder.Saved(0, 0, found), self._identity, self._output.partial)
 
     def _saved(self) -> dict[int, Path]:

@@ -4,8 +4,10 @@ It is a pickle of PyTorch's classes, and of Megatron's in some versions. It is r
 It is written opcode by opcode: equal content gives equal bytes, and `torch.distributed` is not needed.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,15 +130,16 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
     with damage("not what PyTorch writes", path):
         infos = {}
         for index, info in root.storage_data.items():
-            infos[_text(index.fqn), None if index.offset is None else sizes(index.offset)] = info
+            infos[_text(index.fqn), None if index.offset is None else _hashed(sizes(index.offset))] = info
         tensors, objects = {}, {}
         for key, entry in root.state_dict_metadata.items():
             _text(key)
             if isinstance(entry, _Object):
                 objects[key] = _span(infos[key, None], whole)
             else:
-                boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
-                pieces = tuple(DcpPiece(*box, _span(infos[key, box[0]], whole)) for box in boxes)
+                found = ((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
+                boxes = {(_hashed(offsets), _hashed(lengths)): (offsets, lengths) for offsets, lengths in found}
+                pieces = tuple(DcpPiece(*box, _span(infos[key, at], whole)) for (at, _), box in boxes.items())
                 value = entry.properties.args[0]
                 if not isinstance(value, DType):
                     raise ValueError(f"{shown(value)} as a dtype")
@@ -151,7 +154,22 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
                         raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
                 if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
                     raise ValueError(f"{key} has pieces of another size than itself")
+        check_apart(objects.items(), path)
         return Index(tensors, objects)
+
+
+def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
+    """Raise DamagedCheckpoint for keys on the same bytes: a few bytes could stand for any number of them."""
+    placed = sorted((str(span.path), span.offset, span.length, key) for key, span in spans)
+    for (path, start, length, key), (next_path, next_start, _, other) in itertools.pairwise(placed):
+        if path == next_path and next_start < start + length:
+            what = f"`{key}` and `{other}` are on the same bytes"
+            raise DamagedCheckpoint(what, where=where, do="No trainer saves that: do not trust it.")
+
+
+def _hashed(numbers: tuple[int, ...]) -> bytes:
+    """What stands for them in a table: nobody can choose bytes of one hash, as Python hashes them with a secret."""
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,6 @@ is read with it where parameters have names in it.
 `.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -91,7 +90,7 @@ class DcpModelReader(TrainerDirectory):
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}
         for each in filter(None, (index, index_of_optimizer)):
-            _check_apart(each, path)
+            dcp.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         prefixes = {kind: state_name(kind, "") if kind else "" for kind in tensors}
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
@@ -179,19 +178,6 @@ class DcpModelReader(TrainerDirectory):
         if isinstance(place, str):
             return self._stored.chunks(place)
         return [Chunk(whole(self._spec(place)), place)]
-
-
-def _check_apart(index: dcp.Index, where: Path) -> None:
-    """Raise DamagedCheckpoint for tensors on the same bytes: a few bytes could stand for any number of them."""
-    spans = sorted(
-        (str(piece.span.path), piece.span.offset, piece.span.length, name)
-        for name, tensor in index.tensors.items()
-        for piece in tensor.pieces
-    )
-    for (path, start, length, name), (next_path, next_start, _, other) in itertools.pairwise(spans):
-        if path == next_path and next_start < start + length:
-            what = f"`{name}` and `{other}` are on the same bytes"
-            raise DamagedCheckpoint(what, where=where, do="No trainer saves that: do not trust it.")
 
 
 class DcpTensors:

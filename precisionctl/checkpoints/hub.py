@@ -140,6 +140,8 @@ class HubName:
                 raise self._not_the_hub("its commit has no name")
             if not all(isinstance(each.rfilename, str) for each in info.siblings or ()):
                 raise self._not_the_hub("a file has no name")
+            if not all(type(each.size or 0) is int and 0 <= (each.size or 0) < 1 << 63 for each in info.siblings or ()):
+                raise self._not_the_hub("a file has a length that is none")
             if several:
                 self._check_pinned(commit)
             sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}

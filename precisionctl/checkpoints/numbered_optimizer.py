@@ -26,7 +26,7 @@ from precisionctl.checkpoints.trainer_run import (
     lost_settings,
     stored_group,
 )
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
@@ -99,9 +99,12 @@ _UNDECAYED = re.compile(r".*(?:bias|norm\.weight|ln_\w\.weight)")
 def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:
     """The parameter of each number, of `names` in the model's order: of all in one group, or of those with decay, then
     norms and biases, as trainers group them. Raises CheckpointError where groups are of other lengths."""
+    undecayed = [name for name in names if _UNDECAYED.fullmatch(name)]
     decayed = [name for name in names if not _UNDECAYED.fullmatch(name)]
     listed = [group["params"] for group in groups if group["params"]]
-    for order in ([list(names)], [decayed, [name for name in names if name not in set(decayed)]]):
+    if any(type(number) is int and not 0 <= number < 1 << 31 for numbers in listed for number in numbers):
+        raise DamagedCheckpoint("numbers of parameters that no optimizer has", where=where, do=DROP_OPTIMIZER)
+    for order in ([list(names)], [decayed, undecayed]):
         if [len(each) for each in order] == [len(numbers) for numbers in listed]:
             pairs = zip(order, listed, strict=True)
             return {number: name for named, numbers in pairs for name, number in zip(named, numbers, strict=True)}

@@ -204,7 +204,10 @@ def _moments(
             named = names_by_number(groups, names, states[0][0])
             trained = {named[number]: found for number in numbers if (found := parts(number))}
             return {name: _joined(found, name, parameters[name].shape) for name, found in trained.items()}
-        units, flat = _units(names), [parts(number) for number in numbers]
+        units = _units(names)
+        if len(units) != len(numbers):
+            continue
+        flat = [parts(number) for number in numbers]
         counts = [[math.prod(parameters[name].shape) for name in unit] for unit in units]
         each = [-(-sum(unit) // len(states)) for unit in counts]
         if [[one.shape for _, one in found] for found in flat] == [[(count,)] * len(states) for count in each]:

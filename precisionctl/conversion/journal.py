@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
-from precisionctl.errors import OutputError
+from precisionctl.errors import DamagedCheckpoint, OutputError
 
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
@@ -90,8 +91,7 @@ def open_journal(
         if not restart:
             _check_ours(output, text, lines, header)
         journal = Journal(file)
-        token = output.token.read_bytes() if output.token.is_file() else None
-        if not restart and lines and token == str(lines[0].get("id")).encode():
+        if not restart and lines and _token(output) == str(lines[0].get("id")).encode():
             journal._continue(lines[1:], length)
         else:
             _begin(output, journal, header)
@@ -158,6 +158,14 @@ def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> No
     output.token.write_text(identity)
 
 
+def _token(output: Output) -> bytes | None:
+    """The identity in the partial directory; of what is longer the beginning, as a file with holes has any length."""
+    if not output.token.is_file():
+        return None
+    with open(output.token, "rb") as file:
+        return file.read(1 << 10)
+
+
 def fingerprints(files: Iterable[Path]) -> list[list[object]]:
     """Name, size and modification time of each file, which show whether a source has changed."""
     return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
@@ -184,10 +192,10 @@ def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
         if not line.endswith("\n"):
             break
         try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
+            parsed = parse_json(line.encode(_ANY), "journal")
+        except DamagedCheckpoint:
             break
-        if not isinstance(parsed, dict) or (lines and not _is_record(parsed)):
+        if lines and not _is_record(parsed):
             break
         lines.append(parsed)
         length += len(line)

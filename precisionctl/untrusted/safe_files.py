@@ -85,6 +85,8 @@ def check_fetched(path: Path) -> None:
             raise DamagedCheckpoint(what, where=path, do="Fetch the files: run `git lfs pull` in that directory.")
 
 
+_MOST_LENGTHS = 1 << 20
+"""Bytes of LENGTHS: those of thousands of files. It is read for each."""
 LENGTHS = ".lengths.json"
 """In a directory of headers: the length of each file that only the header of is there, as a JSON object by name. Such a
 file ends where its values would begin, so nothing can take anything else for them."""
@@ -97,7 +99,7 @@ def whole_length(path: Path) -> int | None:
     if not has_file(lengths, path.parent):
         return None
     with damage("not the lengths of files", lengths):
-        length = json.loads(read_file(lengths, path.parent)).get(path.name)
+        length = json.loads(read_file(lengths, path.parent, _MOST_LENGTHS)).get(path.name)
         if length is not None and type(length) is not int:
             raise ValueError(f"a length that is a {type(length).__name__}")
     return length

@@ -159,15 +159,25 @@ def parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-_SCALARS = (str, bytes, int, float, bool, type(None))
+_TEXTS = (str, bytes)
+_SCALARS = (*_TEXTS, int, float, bool, type(None))
+_MODULUS = (1 << 61) - 1
+"""An integer's hash is its remainder by this number."""
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Raise UnpicklingError for a key whose hash could take forever. Allowed are scalars, objects that hash by
-    identity or as members of an enum, and flat tuples of these."""
+    """Raise UnpicklingError for a key whose hash could take forever, or be that of many others: a table of these takes
+    time quadratic in their number. Allowed are scalars, objects that hash by identity or as members of an enum, and
+    flat tuples of texts and such objects. Numbers' hashes have no secret: large ones, and tuples, can be chosen to have
+    the same."""
     for key in keys:
-        parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _SCALARS or _hashes_at_once(type(part)) for part in parts):
+        if type(key) is tuple:
+            known = all(type(part) in _TEXTS or _hashes_at_once(type(part)) for part in key)
+        elif type(key) is int:
+            known = abs(key) < _MODULUS
+        else:
+            known = type(key) in _SCALARS or _hashes_at_once(type(key))
+        if not known:
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
 
 
@@ -194,7 +204,6 @@ _HASHING = {
 
 
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-_TEXTS = (str, bytes)
 
 
 def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None]:

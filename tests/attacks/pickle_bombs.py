@@ -37,6 +37,9 @@ def list_of(item: bytes) -> bytes:
     return pickle.EMPTY_LIST + item + pickle.APPEND
 
 
+MODULUS = (1 << 61) - 1
+"""An integer's hash is its remainder by this number."""
+ONE_HASH = [constant(number * MODULUS) for number in range(1, 60_000)]
 PAIRS = list_of(SHARED + pickle.NONE + pickle.TUPLE2)
 HASHES: Mapping[str, bytes] = {
     "a key": pickle.EMPTY_DICT + SHARED + pickle.NONE + pickle.SETITEM,
@@ -46,6 +49,12 @@ HASHES: Mapping[str, bytes] = {
     "a dict at once": pickle.MARK + SHARED + pickle.NONE + pickle.DICT,
     "an item": pickle.EMPTY_SET + pickle.MARK + SHARED + pickle.ADDITEMS,
     "a frozen set": pickle.MARK + SHARED + pickle.FROZENSET,
+    "keys of one hash": pickle.EMPTY_DICT + pickle.MARK + pickle.NONE.join(ONE_HASH) + pickle.NONE + pickle.SETITEMS,
+    "tuples of one hash": pickle.EMPTY_DICT
+    + pickle.MARK
+    + (pickle.TUPLE1 + pickle.NONE).join(ONE_HASH)
+    + (pickle.TUPLE1 + pickle.NONE + pickle.SETITEMS),
+    "items of one hash": pickle.EMPTY_SET + pickle.MARK + b"".join(ONE_HASH) + pickle.ADDITEMS,
     "an ordered dict": called("collections", "OrderedDict", PAIRS),
     "a set": called("__builtin__", "set", list_of(SHARED)),
     "a bytearray": called("__builtin__", "bytearray", constant(GIGABYTE)),

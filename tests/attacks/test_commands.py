@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.cli import main
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps
+from precisionctl.untrusted.safe_files import LENGTHS
 
 Attack = Callable[[Path], object]
 ITERATION = "release"
@@ -201,6 +202,17 @@ def sidecar(value: float) -> Attack:
     return change
 
 
+def header_with(lengths: bytes) -> Attack:
+    """The header of the weights alone, and what says how long they are."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
+        (directory / LENGTHS).write_bytes(lengths)
+
+    return change
+
+
 def rank(content: bytes) -> Attack:
     return write("mp_rank_00/model_optim_rng.pt", content)
 
@@ -212,6 +224,7 @@ def getattr_chain() -> bytes:
     return dumps(PickledObject(getattr_, (module, "system")), 2)
 
 
+PARTS = b'{"a":[' + b"[]," * 10_000_000 + b"0]}"
 NUMBERS = (10**18, -1, 1.5, "2", True, None, [], float("nan"))
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(60))
@@ -225,6 +238,7 @@ SCALES = (float("nan"), float("inf"), -1.0)
 NAMES_OF_FILES = ("tokenizer.json", SIDECAR, "precisionctl/encodings.safetensors")
 NO_FILE = "not a file"
 ELSEWHERE = "a symbolic link leads out of the directory"
+LONG = r"a number of \d+ characters"
 LARGE = "larger than .* MB"
 NAME = "allow-list"
 UNFIT = f"as a key|{NAME}|a pickle changes|ordered_dict"
@@ -253,7 +267,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         "with the files before it larger than",
     ),
     "a config 500 deep": ("hf", config(x=json.loads("[" * 500 + "]" * 500)), "100 deep"),
-    "a config of gigabytes of lists": ("hf", write("config.json", b'{"a":[' + b"[]," * 10_000_000 + b"0]}"), "parts"),
+    "a config of gigabytes of lists": ("hf", write("config.json", PARTS), "parts"),
     "weights that are a pipe": ("hf", pipe("model.safetensors"), "not a file"),
     "weights elsewhere": ("hf", link("model.safetensors"), ELSEWHERE),
     "weights with holes": ("hf", hole("model.safetensors"), f"{HOLES} bytes where its header describes"),
@@ -295,6 +309,13 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "metadata with holes": ("dist", hole(".metadata"), LARGE),
     "metadata that is a pipe": ("dist", pipe(".metadata"), "not a file"),
     "metadata that is a gadget": ("dist", write(".metadata", pickle.dumps(Gadget())), f"system.*{NAME}"),
+    "a marker of gigabytes of lists": ("dist", write("metadata.json", PARTS), "parts"),
+    "a journal of gigabytes of lists": (
+        "hf",
+        lambda d: d.with_name(f"{d.name}-destination.journal").write_bytes(PARTS + b"\n"),
+        "unfinished output of another conversion",
+    ),
+    "headers with lengths of gigabytes of lists": ("hf", header_with(PARTS), "larger than 1 MB"),
     "a marker that is a pipe": ("dist", pipe("metadata.json"), "there is no checkpoint in a known format"),
     "common data elsewhere": ("dist", link("common.pt"), ELSEWHERE),
     "common data with holes": ("dist", hole("common.pt"), LARGE),
@@ -314,8 +335,8 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "YAML in itself": ("dist", described("model: &r [*r]"), "aliases"),
     "YAML that is deep": ("dist", described("model: " + "[" * 500), "deeply"),
     "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more entries"),
-    "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), "100 characters"),
-    "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 characters"),
+    "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), LONG),
+    "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), LONG),
     "YAML that is a pipe": (
         "dist",
         lambda d: (without_args(d), pipe("run_config.yaml")(d)),

@@ -24,7 +24,6 @@ from precisionctl.checkpoints.base import Chunk, Chunked, Hints, Reader, read_ro
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown
-from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 
@@ -78,8 +77,9 @@ def _read_config(directory: Path) -> LoraConfig:
     alpha: Any = config.get("alpha")
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
+    ranks = frozenset((rank,))
     return LoraConfig(
-        rank, alpha, {}, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=None
+        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=None
     )
 
 
@@ -99,14 +99,19 @@ class _Factors:
             if a not in saved.specs or b not in saved.specs:
                 raise DamagedCheckpoint(f"`{name}` is there without the other factor", do="Is the copy whole?")
             if match[3] == "out":
-                self._add(a, b, match[2], *linears[match[1]], base.model)
+                self._add(a, b, match[2], *linears[match[1]], base)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
 
-    def _add(self, a: str, b: str, part: str | None, row: Row, place: Place, model: ModelShape) -> None:
+    def _add(self, a: str, b: str, part: str | None, row: Row, place: Place, base: Reader) -> None:
         """Add the two factors of a linear, or of a part of it, for each tensor of Hugging Face that it makes."""
+        model = base.model
         hf, (size, columns) = names(row, "hf", place), row.shape(model)
+        shapes = [base.specs[name].shape for name in hf if name in base.specs]
+        if shapes != list(row.shapes(model, "hf")):  # before memory of these sizes is allocated
+            what = f"the base's {', '.join(hf)} are {shown(shapes)}, and its config.json says other sizes"
+            raise ShapeMismatch(what, do="Is the copy of the base whole?")
         if not row.is_row_permutation(model) or (part and len(hf) != _PARTS[part][1]):
             raise MappingError(
                 f"`{b}` is for a weight that the base stores in another form than rows of it", do=_EXPORT

@@ -44,15 +44,15 @@ _REPEATS_NO_MORE = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
 class LoraConfig:
     """What scales each low-rank product, and of which kind it is.
 
-    `alphas` and `ranks` are patterns of module names and what they have in place of `alpha` and `rank`; `parameters`
-    names the parameters, such as a layer's experts, that are adapted by themselves. `modules` are the ends of the names
-    of the others; None where an expression says them, which is not evaluated, or nothing does. `base` is the model that
-    the adapter says it is for, by a stranger's word.
+    `alphas` are patterns of module names and what they have in place of `alpha`, `ranks` all ranks that a module may
+    have, `rank` among them; `parameters` names the parameters, such as a layer's experts, that are adapted by
+    themselves. `modules` are the ends of the names of the others; None where an expression says them, which is not
+    evaluated, or nothing does. `base` is the model that the adapter says it is for, by a stranger's word.
     """
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
+    ranks: frozenset[int]
     alphas: "Alphas"
     rslora: bool
     dora: bool
@@ -63,9 +63,10 @@ class LoraConfig:
 
     def names(self, module: str) -> bool:
         """Whether peft gives this module a product; tensors of another would be left out when it loads the adapter."""
-        parts = module.split(".")
-        ends = (".".join(parts[first:]) for first in range(len(parts)))
-        return self.modules is None or any(end in self.modules for end in ends)
+        if self.modules is None:
+            return True
+        begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
+        return any(module[begin:] in self.modules for begin in begins)
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module is multiplied by, where it has this rank."""
@@ -132,7 +133,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not all(type(one) is dict for one in (ranks, alphas)):
         raise DamagedCheckpoint("rank_pattern and alpha_pattern are tables", where=path)
-    if not all(type(one) is int and one > 0 for one in (rank, *ranks.values())):
+    if not all(type(one) is int and 0 < one < 1 << 31 for one in (rank, *ranks.values())):
         raise DamagedCheckpoint(f"r is {shown(rank)}, rank_pattern {shown(ranks)}: ranks are whole numbers", where=path)
     if not all(type(one) in (int, float) and abs(one) < LARGEST_ALPHA for one in (alpha, *alphas.values())):
         raise DamagedCheckpoint(f"lora_alpha is {shown(alpha)}, alpha_pattern {shown(alphas)}", where=path)
@@ -152,7 +153,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
     said = config.get("base_model_name_or_path")
     base = said if isinstance(said, str) else None
-    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
+    every = frozenset((rank, *ranks.values()))
+    return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."

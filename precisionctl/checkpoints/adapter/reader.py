@@ -195,7 +195,7 @@ class AdapterReader:
         if rows != columns or rows % experts or not 0 < rank <= _LARGEST_RANK:
             what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {experts} expert(s)"
             raise DamagedCheckpoint(what, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
-        if rank not in (self._config.rank, *self._config.ranks.values()):
+        if rank not in self._config.ranks:
             raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}")
         return rank
 

@@ -157,7 +157,7 @@ def bridge_section(directory: Path, name: str) -> Mapping[str, Any]:
 
 
 _MOST_PARTS, _DEEPEST = 100_000, 100
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_LONGEST_NUMBERS = {"tag:yaml.org,2002:int": 20, "tag:yaml.org,2002:float": 100}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -181,9 +181,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
     def construct_scalar(self, node: Any) -> Any:
-        """Refuse long numbers: parsing base-60 numbers (YAML 1.1) takes time quadratic in their length."""
-        if node.tag in _NUMBERS and len(node.value) > 100:
-            raise yaml.YAMLError("a number of more than 100 characters")
+        """Refuse long numbers: parsing base-60 numbers (YAML 1.1) takes time quadratic in their length, and as keys
+        integers of more than 64 bits can be chosen to have one hash."""
+        if node.tag in _LONGEST_NUMBERS and len(node.value) > _LONGEST_NUMBERS[node.tag]:
+            raise yaml.YAMLError(f"a number of {len(node.value)} characters")
         return super().construct_scalar(node)
 
 

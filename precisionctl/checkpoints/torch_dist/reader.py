@@ -6,7 +6,6 @@ written last. `torch_dist/writer.py` is the inverse.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints, Reader
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -63,14 +63,15 @@ def _is_torch_dist(marker: Path, path: Path) -> bool:
     if leads_out(marker.parent, path):  # nothing there is read; opening it says so
         return bool(re.fullmatch(rf"release|iter_\d+|weights|{VERL}", marker.parent.name))
     try:
-        content = json.loads(read_file(marker, marker.parent))
+        data = read_file(marker, marker.parent)
     except (OSError, DamagedCheckpoint):
         return False
-    except (ValueError, RecursionError):
+    try:
+        return parse_json(data, marker).get("sharded_backend") == "torch_dist"
+    except DamagedCheckpoint:
         if not (marker.parent / dcp.FILE).is_file():
             return False
-        raise DamagedCheckpoint("not readable as JSON", where=marker, do="Copy the checkpoint again.") from None
-    return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+        raise
 
 
 class TorchDistReader(MegatronDirectory):

@@ -1,0 +1,119 @@
+"""Files whose reading would cost far more than their size: numbers chosen to have one hash, tables that are looked
+through for each name, a base's config with other sizes than its tensors."""
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from pickle_bombs import MODULUS
+from safetensors.torch import save_file
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.adapter.lora_config import Alphas, LoraConfig
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
+from precisionctl.checkpoints.megatron.provider import parse_yaml
+from precisionctl.checkpoints.numbered_optimizer import names_by_number
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+
+
+@contextmanager
+def soon(seconds: float = 5.0) -> Iterator[None]:
+    """The time is the processor's: others may keep it busy."""
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < seconds
+
+
+def index_of(directory: Path, index: Index) -> Path:
+    (directory / "x.distcp").write_bytes(bytes(1000))
+    dcp.write_index(directory, index)
+    return directory
+
+
+def test_pieces_at_places_of_one_hash(tmp_path: Path) -> None:
+    """A number's hash is its remainder by MODULUS, so here all tuples have one."""
+    places = itertools.product((0, MODULUS, 2 * MODULUS, 3 * MODULUS), repeat=7)
+    pieces = tuple(DcpPiece(place, (1,) * 7, Span(tmp_path / "x.distcp", 0, 1)) for place in places)
+    index_of(tmp_path, Index({"x": DcpTensor((4 * MODULUS,) * 7, DType.uint8, pieces)}, {}))
+    with soon(8), pytest.raises(DamagedCheckpoint, match="pieces of another size|as sizes"):
+        dcp.read_index(tmp_path)
+
+
+def test_objects_on_the_same_bytes(tmp_path: Path) -> None:
+    """Each would be loaded."""
+    objects = {f"optimizer.param_groups.{n}.params": Span(tmp_path / "x.distcp", n, 900) for n in range(2)}
+    with pytest.raises(DamagedCheckpoint, match="on the same bytes"):
+        dcp.read_index(index_of(tmp_path, Index({}, objects)))
+
+
+def test_keys_of_one_hash_in_yaml() -> None:
+    text = "".join(f"{number * MODULUS}: 1\n" for number in range(1, 2000))
+    with pytest.raises(DamagedCheckpoint, match=r"a number of 2\d characters"):
+        parse_yaml(text.encode(), "here")
+
+
+@pytest.mark.parametrize(("family", "key"), [("llama4", "moe_layers"), ("qwen3-moe", "mlp_only_layers")])
+def test_layers_of_one_hash(family: str, key: str) -> None:
+    config = pico.make(family).config.to_dict() | {key: [number * MODULUS for number in range(60_000)]}
+    with soon(), pytest.raises(DamagedCheckpoint, match=f"{key} is .* not a list of layers"):
+        from_hf_config(config, "here")
+
+
+def test_a_pattern_of_more_layers_than_there_may_be() -> None:
+    config = pico.make("nemotron-h").config.to_dict()
+    config.pop("layers_block_type", None)
+    config |= {"hybrid_override_pattern": "ME" * 5000}
+    with pytest.raises(DamagedCheckpoint, match="hybrid_override_pattern is"):
+        from_hf_config(config, "here")
+
+
+def test_an_adapter_with_a_million_ranks(tmp_path: Path) -> None:
+    pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
+    tensors = {}
+    for number in range(1000):
+        tensors[f"base_model.model.m{number}.weight"] = torch.ones(2, 2)
+        tensors |= {f"base_model.model.m{number}.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "rank_pattern": {f"m{n}": 3 + n for n in range(10**6)}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with soon(15):  # most of it to parse the file
+        open_checkpoint(tmp_path, hints=Hints(reference=tmp_path / "base"))
+
+
+def test_an_adapter_by_bridge_for_a_base_whose_config_says_gigabytes(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "bridge_lora"
+    shutil.copytree(golden / "base", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text()) | {"intermediate_size": 1 << 30}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with soon(), pytest.raises(ShapeMismatch, match="its config.json says other sizes"):
+        open_checkpoint(golden / "adapter", hints=Hints(reference=tmp_path / "base"))
+
+
+def test_names_of_many_parts_in_an_adapter() -> None:
+    config = LoraConfig(2, 2, frozenset((2,)), Alphas({}), False, False, False, (), frozenset(("q_proj",)))
+    name = "a." * 2000
+    with soon(2):
+        assert not any(config.names(name) for _ in range(200))
+    assert config.names(f"{name}q_proj") and config.names("q_proj") and not config.names(f"{name}xq_proj")
+
+
+def test_parameters_under_numbers() -> None:
+    names = [f"layers.{number}.{kind}" for number in range(20_000) for kind in ("mlp.weight", "norm.weight")]
+    groups = [{"params": range(20_000)}, {"params": range(20_000, 40_000)}]
+    with soon():
+        named = names_by_number(groups, names, Path("here"))
+    assert (named[1], named[20_001]) == ("layers.1.mlp.weight", "layers.1.norm.weight")
+    with soon(), pytest.raises(DamagedCheckpoint, match="that no optimizer has"):
+        names_by_number([{"params": [number * MODULUS for number in range(40_000)]}], names, Path("here"))
