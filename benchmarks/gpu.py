@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -68,7 +67,7 @@ def run_section(name: str, small: bool, seconds: float, keep: Callable[[dict[str
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         with open(log, "wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, process_group=0)
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             kept = 0
             while process.poll() is None and time.time() < start + seconds:
@@ -78,13 +77,12 @@ def run_section(name: str, small: bool, seconds: float, keep: Callable[[dict[str
                     kept = len(so_far["rows"])
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(min(1, seconds))
+            if process.returncode is None:
+                return found(f"stopped after its {seconds:g} seconds")
+            return found("complete" if process.returncode == 0 else f"failed with exit code {process.returncode}")
         finally:
-            with suppress(ProcessLookupError):  # what the section has started ends with it
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode is None:
+            process.kill()
             process.wait()
-            return found(f"stopped after its {seconds:g} seconds")
-        return found("complete" if process.returncode == 0 else f"failed with exit code {process.returncode}")
 
 
 def measure_section(name: str, rows: Path, small: bool) -> None:

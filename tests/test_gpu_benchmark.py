@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -44,28 +43,22 @@ def test_a_section_that_fails_or_is_too_slow_is_told_with_the_rows_that_it_had()
 
 
 SECTION = """
-import subprocess, sys, time
+import sys, time
 with open(sys.argv[sys.argv.index("--rows") + 1], "w") as rows:
-    child = subprocess.Popen(["sleep", "1000"])
-    rows.write('{"child": %d}\\n{"half of a r' % child.pid)
+    rows.write('{"a": "row"}\\n{"half of a r')
     rows.flush()
     time.sleep(1000)
 """
 
 
-def test_rows_are_kept_while_a_section_runs_and_what_it_started_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_kept_while_a_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "section.py").write_text(SECTION)
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "section.py"))
     kept: list[dict] = []
-    ended = gpu.run_section("any", True, 5, kept.append)
+    ended = gpu.run_section("any", True, 10, kept.append)
     assert [section["ended"] for section in kept] == ["cut off with the whole call"]
-    assert kept[0]["rows"] == ended["rows"] and ended["ended"] == "stopped after its 5 seconds"
-    child, end = Path(f"/proc/{ended['rows'][0]['child']}/cmdline"), time.time() + 60
-    while child.exists() and child.read_bytes():  # empty of what has ended and nobody has asked for
-        assert time.time() < end
-        time.sleep(0.01)
+    assert kept[0]["rows"] == ended["rows"] == [{"a": "row"}]
+    assert ended["ended"] == "stopped after its 10 seconds"
 
 
 def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(
