@@ -35,7 +35,7 @@ gpu-1: SECTIONS := tests,truth,products,core
 gpu-2: SECTIONS := speed,profile,peers
 gpu-3: SECTIONS := curves,serving,casts
 gpu-1 gpu-2 gpu-3:
-	-$(PYTHON) benchmarks/gpu.py --sections $(SECTIONS) --out $(RESULTS)/$@.json
+	-$(PYTHON) benchmarks/gpu.py --sections $(SECTIONS) $(if $(LIMIT),--limit $(LIMIT)) --out $(RESULTS)/$@.json
 
 peers: $(READY)  ## other programs, each in an environment of its own: 40 minutes and 10 GB the first time
 	$(BIN)/pytest -q tests/peers

@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --merge a.json b.json --out benchmarks/results/gpu.json
     python benchmarks/gpu.py --table benchmarks/results/gpu.json [--into docs/benchmarks.md]
 
-Each section is a process of its own with a budget of seconds, and reports row by row: one that fails or runs out of
-time leaves the rows that it had, and its failure, in the result, which is written after each. A call ends before its
+Each section is a process of its own with a budget of seconds, and reports row by row: the result has each row within a
+second, and of a section that fails or runs out of time those that it had, and its failure. A call ends before its
 limit, of ten minutes if nothing else is said: a section for which no time is left is told, and wants a call of its own.
 `make gpu` makes all of them, in three calls, `gpu-1` to `gpu-3`. `--small` runs the same code on a CPU, emulated, in a
 few minutes: its numbers say nothing. Without a GPU and without `--small` nothing is measured. The tables are printed,
@@ -22,14 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "truth": 60,
+    "truth": 80,
     "speed": 280,
     "profile": 100,
     "curves": 200,
@@ -49,23 +51,38 @@ SAME = ("small", "gpu", "torch", "transformer_engine", "python")
 """What results must share to be merged."""
 
 
-def run_section(name: str, small: bool, seconds: float) -> dict[str, Any]:
-    """The rows of a section, and how it ended."""
+def run_section(name: str, small: bool, seconds: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The rows of a section, and how it ended. While it runs, `keep` gets what there is whenever rows have come."""
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
+
+        def found(ended: str) -> dict[str, Any]:
+            made = rows.read_text().split("\n")[:-1] if rows.exists() else []  # what follows the last is being written
+            tail = log.read_text(errors="replace")[-4000:] if ended != "complete" else ""
+            taken = round(time.time() - start, 1)
+            return {"ended": ended, "seconds": taken, "rows": [json.loads(row) for row in made], "log": tail}
+
         command = [sys.executable, __file__, "--section", name, "--rows", str(rows), *(["--small"] if small else [])]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         with open(log, "wb") as output:
-            try:
-                environment = os.environ | {"PYTHONPATH": path}
-                done = subprocess.run(command, stdout=output, stderr=output, timeout=seconds, env=environment)
-                ended = "complete" if done.returncode == 0 else f"failed with exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                ended = f"stopped after its {seconds:g} seconds"
-        made = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-        tail = log.read_text(errors="replace")[-2000:] if ended != "complete" else ""
-    return {"ended": ended, "seconds": round(time.time() - start, 1), "rows": made, "log": tail}
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            kept = 0
+            while process.poll() is None and time.time() < start + seconds:
+                so_far = found("cut off with the whole call")
+                if len(so_far["rows"]) > kept:
+                    keep(so_far)
+                    kept = len(so_far["rows"])
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1, seconds))
+            if process.returncode is None:
+                return found(f"stopped after its {seconds:g} seconds")
+            return found("complete" if process.returncode == 0 else f"failed with exit code {process.returncode}")
+        finally:
+            process.kill()
+            process.wait()
 
 
 def measure_section(name: str, rows: Path, small: bool) -> None:
@@ -98,18 +115,24 @@ def machine(small: bool) -> dict[str, Any]:
 
 
 def measure(sections: Sequence[str], out: Path, small: bool, limit: float) -> dict[str, Any]:
-    """Run them in turn, each for its budget at most; the result so far is written after each."""
+    """Run them in turn, each for its budget at most; the result so far is written whenever rows have come."""
     end = time.time() + limit
     result: dict[str, Any] = {"machine": machine(small), "sections": {}}
     out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(name: str, section: dict[str, Any]) -> None:
+        result["sections"][name] = section
+        beside = out.with_name(f"{out.name}.part")  # a call may be ended at any time
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(out)
+
     for name in sections:
         left = end - time.time()
         if left < min(30, BUDGETS[name]):
             section: dict[str, Any] = {"ended": "not begun: no time was left", "seconds": 0, "rows": [], "log": ""}
         else:
-            section = run_section(name, small, min(BUDGETS[name], left))
-        result["sections"][name] = section
-        out.write_text(json.dumps(result, indent=1) + "\n")
+            section = run_section(name, small, min(BUDGETS[name], left), partial(keep, name))
+        keep(name, section)
         print(f"{name}: {section['ended']} in {section['seconds']} s, {len(section['rows'])} rows", flush=True)
         print(section["log"], end="", flush=True)
     return result

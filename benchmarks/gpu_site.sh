@@ -1,10 +1,11 @@
 # To be sourced in the project's root on a GPU machine without a network: what was carried in .gpu/ becomes importable.
-# .gpu/*.tar.xz are archives of a folder `site`, .gpu/*.whl wheels that need no building.
+# .gpu/*.tar.xz are archives of a folder `site`, .gpu/*.whl wheels that need no building. Python unpacks both: there may
+# be no xz and no unzip.
 
 carried=$(mktemp -d)
 mkdir -p "$carried/site"
 for archive in .gpu/*.tar.xz; do
-    if [ -e "$archive" ]; then tar -xJf "$archive" -C "$carried"; fi
+    if [ -e "$archive" ]; then python3 -m tarfile --filter data -e "$archive" "$carried"; fi
 done
 for wheel in .gpu/*.whl; do
     if [ -e "$wheel" ]; then python3 -m zipfile -e "$wheel" "$carried/site"; fi

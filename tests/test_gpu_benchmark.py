@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,14 +30,35 @@ NOT_ON_A_CPU = ("only supports per-tensor scaling for CPU", "aten::_scaled_mm_v2
 
 
 def test_a_section_that_fails_or_is_too_slow_is_told_with_the_rows_that_it_had() -> None:
-    failed, slow = (gpu.run_section(*asked) for asked in (("no_such_section", True, 600), ("truth", True, 0.1)))
+    asked = (("no_such_section", True, 600, print), ("truth", True, 0.1, print))
+    failed, slow = (gpu.run_section(*each) for each in asked)
     assert failed["ended"] == "failed with exit code 1"
     assert "ModuleNotFoundError" in failed["log"]
     assert slow["ended"] == "stopped after its 0.1 seconds"
-    slow["rows"] = [{"module": "linear", "recipe": "bf16", "error": "RuntimeError: no memory"}]
+    slow["rows"] = [{"module": "linear", "recipe": "bf16", "error": "RuntimeError: no memory", "trace": "from where"}]
     told = tables({"machine": {"gpu": "none"}, "sections": {"truth": slow}})
     assert "**truth stopped after its 0.1 seconds**" in told
     assert "- truth, linear, bf16: RuntimeError: no memory" in told
+    assert "from where" not in told
+
+
+SECTION = """
+import sys, time
+with open(sys.argv[sys.argv.index("--rows") + 1], "w") as rows:
+    rows.write('{"a": "row"}\\n{"half of a r')
+    rows.flush()
+    time.sleep(1000)
+"""
+
+
+def test_rows_are_kept_while_a_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "section.py").write_text(SECTION)
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "section.py"))
+    kept: list[dict] = []
+    ended = gpu.run_section("any", True, 10, kept.append)
+    assert [section["ended"] for section in kept] == ["cut off with the whole call"]
+    assert kept[0]["rows"] == ended["rows"] == [{"a": "row"}]
+    assert ended["ended"] == "stopped after its 10 seconds"
 
 
 def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(
@@ -44,17 +66,18 @@ def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(
 ) -> None:
     asked, kept = [], []
 
-    def run_section(name: str, small: bool, seconds: float) -> dict:
+    def run_section(name: str, small: bool, seconds: float, keep: Callable[[dict], None]) -> dict:
         asked.append((name, round(seconds)))
-        kept.append(json.loads(out.read_text())["sections"] if out.exists() else {})
+        keep({"ended": "under way", "seconds": 0, "rows": [], "log": ""})
+        kept.append({each: one["ended"] for each, one in json.loads(out.read_text())["sections"].items()})
         return {"ended": "complete", "seconds": 1, "rows": [], "log": ""}
 
     monkeypatch.setattr(gpu, "run_section", run_section)
     monkeypatch.setattr(gpu, "machine", lambda small: {})
     out = tmp_path / "gpu.json"
     result = gpu.measure(["speed", "truth"], out, True, 200)
-    assert asked == [("speed", 200), ("truth", 60)], "a budget, or what is left"
-    assert [list(each) for each in kept] == [[], ["speed"]]
+    assert asked == [("speed", 200), ("truth", 80)], "a budget, or what is left"
+    assert kept == [{"speed": "under way"}, {"speed": "complete", "truth": "under way"}]
     late = gpu.measure(["speed"], out, True, 5)
     assert late["sections"]["speed"]["ended"].startswith("not begun")
     assert json.loads(out.read_text()) == late and result != late

@@ -5,6 +5,7 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -236,7 +237,8 @@ def attempt(report: Report, row: Row, measure: Callable[[], Row]) -> Row | None:
     try:
         made = row | measure()
     except Exception as problem:  # whatever it is, the other rows are wanted
-        report(row | {"error": f"{type(problem).__name__}: {str(problem).partition(chr(10))[0][:300]}"})
+        what = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0][:300]}"
+        report(row | {"error": what, "trace": traceback.format_exc()[-3000:]})
         return None
     report(made)
     return made

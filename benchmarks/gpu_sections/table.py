@@ -28,7 +28,7 @@ def _missing(result: Result) -> str:
             lines.append(f"- **{name} {section['ended']}**")
         for row in section["rows"]:
             if "error" in row:
-                what = ", ".join(str(value) for key, value in row.items() if key != "error")
+                what = ", ".join(str(value) for key, value in row.items() if key not in ("error", "trace"))
                 lines.append(f"- {name}, {what}: {row['error']}")
         lines += [f"- {name}, {row['recipe']}: {row['refused']}" for row in section["rows"] if "refused" in row]
     return "\n".join(lines)

@@ -7,6 +7,8 @@ import pytest
 from gpu_sections.common import Place, Report
 
 FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+STUCK = 60
+"""Seconds after which a test that runs still says where it is, in the section's log."""
 
 
 class Rows:
@@ -18,8 +20,8 @@ class Rows:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = {"test": report.nodeid.rpartition("gpu/")[2], "seconds": report.duration}
         if report.failed:
-            self.report(row | {"error": f"{report.when}: {report.longreprtext.strip().splitlines()[-1][:300]}"})
-            self.report(row | {"trace": report.longreprtext[-3000:]})
+            what = f"{report.when}: {report.longreprtext.strip().splitlines()[-1][:300]}"
+            self.report(row | {"error": what, "trace": report.longreprtext[-3000:]})
         elif report.skipped:
             self.report(row | {"skipped": report.longrepr[2] if isinstance(report.longrepr, tuple) else ""})
         elif report.when == "call":
@@ -27,4 +29,5 @@ class Rows:
 
 
 def measure(place: Place, report: Report) -> None:
-    pytest.main(["-q", "-W", "default", "-p", "no:cacheprovider", str(FOLDER)], plugins=[Rows(report)])
+    told = ("-W", "default", "-o", f"faulthandler_timeout={STUCK}")
+    pytest.main(["-q", "-p", "no:cacheprovider", *told, str(FOLDER)], plugins=[Rows(report)])

@@ -3,14 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.model_shape import MLA, ModelShape, MoE
-from precisionctl.precision import Precision
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
-from precisionctl.trainer.backends.choose import BackendName, make_backend
+from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 
@@ -23,6 +25,18 @@ RECIPES = {
     "E4M3": DelayedScaling(amax_history_len=8, fp8_format="E4M3"),
     "no history": DelayedScaling(amax_history_len=1),
 }
+
+
+def refused(precision: Precision) -> list[pytest.MarkDecorator]:
+    """Marks of a test that this GPU cannot run: MXFP8 wants Blackwell."""
+    try:
+        choose_backend("te", precision)
+    except EnvironmentProblem as problem:
+        return [pytest.mark.skip(reason=problem.what)]
+    return []
+
+
+EVERY_PRESET = [pytest.param(name, marks=refused(precision)) for name, precision in PRESETS.items()]
 FP8_SQNR, BF16_SQNR = 45.0, 45.0
 """Decibels. Rounding to BF16 alone leaves 56 dB and more. Hopper's tensor cores keep about 14 bits of a forward
 FP8 sum (backward ones are promoted to FP32), and norms may round a few inputs to the neighbouring code."""

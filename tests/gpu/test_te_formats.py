@@ -1,4 +1,5 @@
-"""Formats of groups as Transformer Engine writes them, read as we read files of them: Blackwell alone has the casts."""
+"""Formats of groups as Transformer Engine writes them, read as we read files of them. Blackwell alone has the casts;
+TE's Python has its own reference for NVFP4's."""
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from precisionctl.fp8 import group_scales, nibbles, numerics
 try:
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 except (ImportError, RuntimeError, OSError):  # conftest.py skips everything, with the reason
-    te = tex = None
+    te = tex = NVFP4QuantizerRef = cast_from_fp4x2 = Fp4Formats = None
 
 ROWS, COLUMNS = 256, 512
 
@@ -40,12 +43,29 @@ def test_mxfp8_codes_and_exponents_are_those_that_we_make() -> None:
     assert torch.equal(exponents.int(), 127 - scale.log2().int())
 
 
-def test_nvfp4_codes_are_decoded_to_the_values_that_te_decodes_them_to() -> None:
+def decoded(codes: Tensor, scale_inv: Tensor, amax: Tensor) -> Tensor:
+    """Values of NVFP4, FP32, as those of a file are decoded."""
+    whole = group_scales.nvfp4_global(amax, divisor=False)
+    scales = group_scales.nvfp4_multipliers(scale_inv.view(torch.float8_e4m3fn), whole, divisor=False)
+    made, scratch = torch.empty(ROWS, COLUMNS, device="cuda"), torch.empty(nibbles.SCRATCH, device="cuda")
+    nibbles.decode(codes.view(ROWS, -1), "E2M1", scales, made, scratch)
+    return made
+
+
+def test_nvfp4_codes_of_te_s_reference_are_decoded_to_the_values_that_it_gives_them() -> None:
+    """On any GPU: it is plain PyTorch."""
+    quantizer = NVFP4QuantizerRef(Fp4Formats.E2M1, columnwise=False)
+    made = quantizer.quantize(given := values())
+    scales = made.scale.float() * (made.global_amax_row / (6 * 448))
+    expected = cast_from_fp4x2(made.data, torch.float32) * scales.repeat_interleave(16, 1)
+    found = decoded(made.data, made.scale, made.global_amax_row)
+    torch.testing.assert_close(found, expected, rtol=2**-20, atol=0)
+    assert (found - given.float()).norm() < 0.15 * given.float().norm()
+
+
+def test_nvfp4_codes_of_te_s_kernel_are_decoded_to_the_values_that_te_decodes_them_to() -> None:
     require("nvfp4")
     made = te.NVFP4Quantizer(rowwise=True, columnwise=False)(values())
-    stored = made._rowwise_scale_inv[:ROWS, : COLUMNS // 16].contiguous().view(torch.float8_e4m3fn)
-    whole = group_scales.nvfp4_global(made._amax_rowwise, divisor=False)
-    scales = group_scales.nvfp4_multipliers(stored, whole, divisor=False)
-    decoded, scratch = torch.empty(ROWS, COLUMNS, device="cuda"), torch.empty(nibbles.SCRATCH, device="cuda")
-    nibbles.decode(made._rowwise_data.view(ROWS, -1), "E2M1", scales, decoded, scratch)
-    torch.testing.assert_close(decoded, made.dequantize(dtype=torch.float32), rtol=2**-20, atol=0)
+    scale_inv = made._rowwise_scale_inv[:ROWS, : COLUMNS // 16].contiguous()
+    found = decoded(made._rowwise_data, scale_inv, made._amax_rowwise)
+    torch.testing.assert_close(found, made.dequantize(dtype=torch.float32), rtol=2**-20, atol=0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from te_pairs import RECIPES, SHAPE, SHAPES, USED, assert_same, gpts, sqnr, train_step
+from te_pairs import EVERY_PRESET, RECIPES, SHAPE, SHAPES, USED, assert_same, gpts, sqnr, train_step
 
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
@@ -22,7 +22,7 @@ def test_both_gpts_have_the_same_names_and_no_extra_state() -> None:
     assert fp8_linears(theirs).keys() == fp8_linears(ours).keys()
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current", "fp8-block"])
+@pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_both_gpts_compute_the_same_loss_and_gradients(preset: str) -> None:
     theirs, ours = gpts(PRESETS[preset])
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_every_linear_of_a_gpt_records_one_row_per_step_and_role() -> None:
             assert [state.roles[role].amax_history.count_nonzero().item() for role in USED] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current", "fp8-block"])
+@pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_layers_that_are_computed_again_give_the_same_gradients_and_record_once(preset: str) -> None:
     kept, again = (GPT(SHAPE, PRESETS[preset], "te", device="cuda", recompute=recompute) for recompute in (False, True))
     again.load_state_dict(kept.state_dict())

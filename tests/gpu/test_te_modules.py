@@ -4,6 +4,7 @@ import pytest
 import torch
 from te_pairs import (
     BF16_SQNR,
+    EVERY_PRESET,
     FP8_SQNR,
     IN,
     OUT,
@@ -30,7 +31,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 
 
 @pytest.mark.parametrize("kind", ["linear", "layer_norm_linear", "layer_norm_1p_linear"])
-@pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current", "fp8-block"])
+@pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_outputs_and_gradients_agree_within_the_accumulation_of_the_gemm(kind: str, preset: str) -> None:
     (te_backend, te_module), (backend, module) = pair(PRESETS[preset], kind)
     for _ in range(3):
@@ -52,7 +53,7 @@ def test_norms_agree(norm: Norm) -> None:
     assert sqnr(theirs(values), ours(values)) > BF16_SQNR
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current", "fp8-block"])
+@pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_grouped_linears_agree_and_an_expert_without_tokens_keeps_its_state(preset: str) -> None:
     counts, made = [100, 0, 1, 155], []
     values, gradient = (torch.randn(256, size, device="cuda").bfloat16() for size in (IN, OUT))

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from te_pairs import RECIPES, SHAPE, SHAPES, gpts, state_of, train_step
+from te_pairs import RECIPES, SHAPE, SHAPES, gpts, refused, state_of, train_step
 from torch import Tensor
 
 from precisionctl.model_shape import ModelShape
@@ -15,6 +15,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 
 PASSES = 3
+STATELESS = [pytest.param(name, marks=refused(PRESETS[name])) for name in ("fp8-current", "fp8-block", "mxfp8")]
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def in_fp8(model: GPT) -> list[Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["like gpt-oss"]], ids=["dense", "experts"])
-@pytest.mark.parametrize("preset", ["fp8-current", "fp8-block"])
+@pytest.mark.parametrize("preset", STATELESS)
 def test_every_bit_is_the_same_and_each_weight_is_cast_once(
     preset: str, shape: ModelShape, recompute: bool, casts: Counter[int]
 ) -> None:
