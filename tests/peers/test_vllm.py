@@ -142,7 +142,7 @@ def test_what_vllm_computes_as_one_is_known_and_has_one_scale(directories):
 
 OTHERS = ("Qwen2", "Phi3", "Gemma2", "Gemma3", "Nemotron", "GptOss", "DeepseekV2", "GPTJ", "GPTNeoX")
 CLASSES = """
-import json, sys
+import json, sys, torchvision_operators
 from vllm.model_executor.models.registry import ModelRegistry
 classes = [ModelRegistry.models[name].load_model_cls() for name in sys.argv[1:]]
 found = [getattr(each, "packed_modules_mapping", None) or {} for each in classes]
@@ -153,7 +153,8 @@ print(json.dumps([parts for mapping in found for parts in mapping.values()]))
 def test_what_vllm_computes_as_one_in_other_families_is_known(python):
     names = [f"{name}ForCausalLM" for name in OTHERS]
     environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
-    done = subprocess.run([python, "-c", CLASSES, *names], check=True, capture_output=True, env=environment, text=True)
+    command, here = [python, "-c", CLASSES, *names], Path(__file__).parent
+    done = subprocess.run(command, check=True, capture_output=True, cwd=here, env=environment, text=True)
     groups = {tuple(parts) for parts in json.loads(done.stdout.splitlines()[-1]) if len(parts) > 1}
     assert groups and groups <= {*serving.FUSED, LATENT}
 

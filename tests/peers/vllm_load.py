@@ -2,7 +2,6 @@
 the weights, on a CPU, each in a process of its own; its parameters go into OUT, a safetensors file, but for those that
 it did not fill and that may keep a default. Where it fails, OUT.error says how."""
 
-# ruff: noqa: E402
 import json
 import os
 import sys
@@ -12,13 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torchvision_operators  # noqa: F401
 from safetensors.torch import save_file
-
-# torchvision's own operators are of another build of torch than that without CUDA; models of images import it.
-OPERATORS = torch.library.Library("torchvision", "DEF")
-for each in ("nms", "qnms"):
-    OPERATORS.define(f"{each}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
