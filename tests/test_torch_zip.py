@@ -125,27 +125,27 @@ def test_archives_of_many_records_are_pytorchs_too(count):
     assert list(lay_out_records(records).pieces) == written_by_torch(records)
 
 
+TEXTS = st.text(max_size=3) | st.sampled_from(["storage", "cpu", "0", "1", "torch"])
+NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.integers(-300, 300) | st.floats(allow_nan=False)
+TENSORS = st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=3).map(tuple), dtype=st.sampled_from(DTYPES))
+PLAIN = st.none() | st.booleans() | NUMBERS | TEXTS.map(sys.intern) | st.binary(max_size=3) | TENSORS
+PLAIN |= st.sampled_from(DTYPES) | st.binary(max_size=9).map(io.BytesIO)
+KEYS = TEXTS.map(sys.intern) | st.integers(0, 3)
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(st.sampled_from("abc"), inner).map(lambda fields: argparse.Namespace(**fields))
+    ),
+)
+
+
 @settings(max_examples=25)
-@given(st.data())
-def test_an_object_is_byte_for_byte_what_torch_save_writes(data):
+@given(VALUES)
+def test_an_object_is_byte_for_byte_what_torch_save_writes(value):
     """Of the values that checkpoints have beside their tensors. Equal strings are one object in both."""
-    texts = st.text(max_size=3) | st.sampled_from(["storage", "cpu", "0", "1", "torch"])
-    numbers = st.integers(-(1 << 70), 1 << 70) | st.integers(-300, 300) | st.floats(allow_nan=False)
-    tensors = st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=3).map(tuple), dtype=st.sampled_from(DTYPES))
-    plain = st.none() | st.booleans() | numbers | texts.map(sys.intern) | st.binary(max_size=3) | tensors
-    plain |= st.sampled_from(DTYPES) | st.binary(max_size=9).map(io.BytesIO)
-    keys = texts.map(sys.intern) | st.integers(0, 3)
-    value = data.draw(
-        st.recursive(
-            plain,
-            lambda inner: (
-                st.lists(inner, max_size=4)
-                | st.lists(inner, max_size=4).map(tuple)
-                | st.dictionaries(keys, inner, max_size=4)
-                | st.dictionaries(st.sampled_from("abc"), inner).map(lambda fields: argparse.Namespace(**fields))
-            ),
-        )
-    )
     assert torch_zip_writer.dump(value) == saved(value)
 
 
