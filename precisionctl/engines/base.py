@@ -206,6 +206,8 @@ class Engine:
         nowhere, under a name that only the model's class knows."""
         stacked = dict.fromkeys(experts for name in values if (experts := _experts_module(name)))
         values = [*values, *(name for experts in stacked for name in self._first_expert(experts, method))]
+        if method in self.experts_in_list:  # by an expression, too: see `lost_by_renaming`
+            values = [*values, *(rf"re:{re.escape(experts)}\.0\..+" for experts in stacked)]
         if not self.renames:
             return values
         codes = [name for name in codes if not _EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor

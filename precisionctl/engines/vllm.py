@@ -13,6 +13,7 @@ from precisionctl.engines.cache_rules import (
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
+    lost_by_renaming,
     named,
     stored_as_one,
     unsaid_activations,
@@ -116,6 +117,10 @@ ENGINE = Engine(
         stored_as_one: EngineRule(
             "codes of experts are looked for expert by expert",
             "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
+        ),
+        lost_by_renaming: EngineRule(
+            "of gpt-oss it renames what ends in `.down_proj`, in the list of linears to ignore, too",
+            "vLLM 0.33 models/gpt_oss.py hf_to_vllm_mapper, compressed_tensors_moe.py get_moe_method",
         ),
         format_of_weights_alone: EngineRule(
             "of a format that it does not know for activations, only the weights are FP8",

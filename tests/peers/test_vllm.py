@@ -4,6 +4,7 @@ says the same. Its FP8 kernels need a GPU and are not run."""
 import json
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,20 @@ def test_vllm_does_not_load_deepseek_without_the_key_that_exports_add(tmp_path, 
     (directory / "config.json").write_text(json.dumps(config))
     load_in_vllm(python, directory)
     assert "e_score_correction_bias" in (problem_of_vllm(directory) or "") and refused(directory)
+
+
+def test_vllm_ignores_experts_of_gpt_oss_by_an_expression_alone(tmp_path, python):
+    directory = tmp_path / "out"
+    pico.save(tmp_path / "hf", "gpt-oss", dtype=torch.bfloat16, **matrix.sizes("gpt-oss", "dynamic"))
+    execute(plan_command(Request.export(tmp_path / "hf", directory, "vllm", "dynamic")))
+    named = shutil.copytree(directory, tmp_path / "named")
+    config = json.loads((named / "config.json").read_text())
+    listed = config["quantization_config"]["ignore"]
+    config["quantization_config"]["ignore"] = [entry for entry in listed if not entry.startswith("re:")]
+    (named / "config.json").write_text(json.dumps(config))
+    load_in_vllm(python, directory, named)
+    assert not out_of(directory).with_name(f"{out_of(directory).name}.error").exists() and not refused(directory)
+    assert "found multiple" in (problem_of_vllm(named) or "") and refused(named)
 
 
 def test_vllm_finds_no_place_for_scales_of_latents(tmp_path, python):
