@@ -144,15 +144,16 @@ def prepare(source: Path, target: Path) -> None:
     of the source."""
     shutil.rmtree(target, ignore_errors=True)
     subprocess.run(["sync"], check=True)
-    with tempfile.TemporaryFile(dir=target.parent) as file:
+    buffer = bytearray(4 << 20)
+    with tempfile.TemporaryFile(dir=target.parent, buffering=0) as file:
         file.truncate(1 << 40)
-        while memory_mb("MemFree", Path("/proc/meminfo")) > 500 and file.read(64 << 20):
+        while memory_mb("MemFree", Path("/proc/meminfo")) > 500 and file.readinto(buffer):
             pass
-        for path in source.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as kept:
-                    while kept.read(64 << 20):
-                        pass
+    for path in source.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as kept:
+                while kept.readinto(buffer):
+                    pass
 
 
 def cpu_seconds() -> tuple[float, float]:
