@@ -12,6 +12,7 @@ use: a virtual machine gives free memory back to its host, and whoever takes it 
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +146,23 @@ def prepare(source: Path, target: Path) -> None:
     of the source."""
     shutil.rmtree(target, ignore_errors=True)
     subprocess.run(["sync"], check=True)
-    buffer = bytearray(4 << 20)
-    with tempfile.TemporaryFile(dir=target.parent, buffering=0) as file:
-        file.truncate(1 << 40)
-        while memory_mb("MemFree", Path("/proc/meminfo")) > 500 and file.readinto(buffer):
-            pass
+    buffer, zeros = bytearray(4 << 20), file_of_zeros(target.parent)
+    while memory_mb("MemFree", Path("/proc/meminfo")) > 500 and zeros.readinto(buffer):
+        pass
     for path in source.rglob("*"):
         if path.is_file():
             with open(path, "rb", buffering=0) as kept:
                 while kept.readinto(buffer):
                     pass
+
+
+@functools.cache
+def file_of_zeros(directory: Path) -> FileIO:
+    """A sparse file of 8 TB, which is there until this process ends, as its page cache goes with it."""
+    file = open(directory / "zeros", "wb+", buffering=0)  # noqa: SIM115
+    (directory / "zeros").unlink()
+    file.truncate(8 << 40)
+    return file
 
 
 def cpu_seconds() -> tuple[float, float]:
