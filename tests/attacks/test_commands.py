@@ -278,10 +278,10 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "an index that is a list": ("shards", write("model.safetensors.index.json", b"[]"), "not a JSON object"),
     "a gadget in a .bin": ("bin", lambda d: torch.save({"a": Gadget()}, d / BIN), f"system.*{NAME}"),
     "a chain of getattr": ("bin", write(BIN, archived(getattr_chain())), f"import_module.*{NAME}"),
-    "a .bin with a number as a name": (
+    "a .bin with a huge number as a name": (
         "bin",
         lambda d: torch.save({1 << 20_000: torch.ones(1)}, d / BIN),
-        "a number of 20001 bits as a name",
+        "a number of 20001 bits as a key",
     ),
     "a plain pickle": ("bin", write(BIN, pickle.dumps(Gadget())), "no ZIP archive"),
     **{
