@@ -420,7 +420,7 @@ def _write_some(file: int, data: memoryview, at: int) -> int:
 _WRITTEN_AT_ONCE = 1 << 20
 """Bytes in one call that writes. Linux takes memory for its cache in blocks of up to that size, and larger ones are
 faster: 2.4 GB took 2.1 s, by 128 KB 2.4 s. But blocks of 2 MB or more are what a virtual machine gives back to its host
-while they are free: where much was free, 2.4 GB took 1.8 s, by 4 MB 3.9 s."""
+while they are free: where much was free, 2.4 GB took 1.8 s, by 4 MB 3.6 s."""
 
 
 def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memoryview, int], int], flags: int) -> None:
