@@ -198,6 +198,9 @@ def test_experts_in_one_tensor_stay_in_bf16_and_that_is_said(tmp_path: Path) -> 
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     found = check(open_checkpoint(tmp_path / "out"), vllm)
     assert "no expression ignores `model.layers.0.mlp.experts.0.down_proj`" in found[0].what and found[0].rule.fatal
+    config["quantization_config"]["ignore"] = 5  # no list, by a stranger
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert any("no expression" in each.what for each in check(open_checkpoint(tmp_path / "out"), vllm))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])

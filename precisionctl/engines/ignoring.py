@@ -26,12 +26,13 @@ class Ignoring:
         entries = next((found for key in self.keys if (found := quantization.get(key))), ())
         groups = quantization.get("config_groups")  # without any, all linears are targets
         listed = list(groups.values()) if isinstance(groups, Mapping) else []
-        targets = [target for group in listed if isinstance(group, Mapping) for target in _words(group.get("targets"))]
+        targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
         targeted = not targets or any(of_a_class(target) or by_name_or_regex(target, module) for target in targets)
-        return not targeted or any(self.matches(entry, module) for entry in _words(entries))
+        return not targeted or any(self.matches(entry, module) for entry in words(entries))
 
 
-def _words(value: object) -> Iterator[str]:
+def words(value: object) -> Iterator[str]:
+    """The entries of a list that are text; none of anything else, as a stranger's config may have."""
     if isinstance(value, list | tuple):
         yield from (entry for entry in value if isinstance(entry, str))
 
