@@ -128,6 +128,8 @@ class HubName:
         from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
+        from precisionctl.untrusted.safe_pickle import is_count
+
         class Silent(tqdm):
             def __init__(self, *arguments: Any, **named: Any) -> None:
                 super().__init__(*arguments, **named | {"disable": True})  # type: ignore[no-untyped-call]
@@ -140,7 +142,7 @@ class HubName:
                 raise self._not_the_hub("its commit has no name")
             if not all(isinstance(each.rfilename, str) for each in info.siblings or ()):
                 raise self._not_the_hub("a file has no name")
-            if not all(type(each.size or 0) is int and 0 <= (each.size or 0) < 1 << 63 for each in info.siblings or ()):
+            if not all(is_count(each.size or 0) for each in info.siblings or ()):
                 raise self._not_the_hub("a file has a length that is none")
             if several:
                 self._check_pinned(commit)
