@@ -118,6 +118,7 @@ class TorchDistReader(MegatronDirectory):
         before."""
         self._index = index
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._empty: bytes | None = None
         self._prefix = model_prefix(self._index.tensors)
         self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
@@ -231,10 +232,17 @@ class TorchDistReader(MegatronDirectory):
     def _payload(self, key: str) -> bytes:
         """An `_extra_state`. Most are a tensor, often an empty one, for whose bytes no PyTorch is needed."""
         span = self._index.objects[key]
+        archive = span.read()
+        if archive == self._empty:
+            return b""
         found = _only(torch_zip.located(span), key, span)
         if isinstance(found, torch_zip.LocatedTensor):
-            return torch_zip.Span(span.path, found.offset, found.nbytes).read()
-        return bytes_of(self.read_object(key), key)
+            payload = torch_zip.Span(span.path, found.offset, found.nbytes).read()
+        else:
+            payload = bytes_of(self.read_object(key), key)
+        if not payload:
+            self._empty = archive
+        return payload
 
 
 def _only(value: Any, key: str, where: torch_zip.Span) -> Any:
