@@ -5,7 +5,6 @@ Tensors stay records, too, until `tensor` has checked that they lie within their
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,17 +113,18 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
     saved = stored.storage.data if isinstance(stored.storage, _Saved) else None
     if not isinstance(saved, bytes) or not saved.startswith(LEGACY_MAGIC):
         raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
-    file = io.BytesIO(saved[len(LEGACY_MAGIC) :])
-    _version, system, *reference = (
-        safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
-    )
+    at, read = len(LEGACY_MAGIC), []
+    for _ in range(4):
+        value, at = safe_pickle.load_from(saved, at, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself)
+        read.append(value)
+    _version, system, *reference = read
     match system, *reference:
         case (
             {"little_endian": True},
             ("storage", DType() as dtype, str(key), _, int(elements), None),
             [str(only)],
         ) if key == only:
-            count, numbers = file.read(8), file.read()
+            count, numbers = saved[at : at + 8], saved[at + 8 :]
         case _:
             raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
     if not 0 < int.from_bytes(count, "little") == elements == len(numbers) / dtype.itemsize:

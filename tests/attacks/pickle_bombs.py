@@ -14,9 +14,8 @@ import torch
 from precisionctl.fp8.opcodes import dumps
 
 GIGABYTE = 1 << 30
-SHARED = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
+SHARED = pickle.EMPTY_TUPLE + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(60))
 """Opcodes of a tuple both parts of which are one tuple, and so on: 2**60 parts for who walks through it."""
-MEMOIZED = pickle.EMPTY_TUPLE + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(60))
 
 
 def pickled(*opcodes: bytes) -> bytes:
@@ -43,10 +42,8 @@ ONE_HASH = [constant(number * MODULUS) for number in range(1, 60_000)]
 PAIRS = list_of(SHARED + pickle.NONE + pickle.TUPLE2)
 HASHES: Mapping[str, bytes] = {
     "a key": pickle.EMPTY_DICT + SHARED + pickle.NONE + pickle.SETITEM,
-    "a key of the memo": pickle.EMPTY_DICT + MEMOIZED + pickle.NONE + pickle.SETITEM,
     "keys": pickle.EMPTY_DICT + pickle.MARK + SHARED + pickle.NONE + pickle.SETITEMS,
     "a part of a key": pickle.EMPTY_DICT + SHARED + pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
-    "a dict at once": pickle.MARK + SHARED + pickle.NONE + pickle.DICT,
     "an item": pickle.EMPTY_SET + pickle.MARK + SHARED + pickle.ADDITEMS,
     "a frozen set": pickle.MARK + SHARED + pickle.FROZENSET,
     "keys of one hash": pickle.EMPTY_DICT + pickle.MARK + pickle.NONE.join(ONE_HASH) + pickle.NONE + pickle.SETITEMS,

@@ -1,0 +1,258 @@
+"""The machine that runs a pickle, which is a program: for the opcodes that Python writes in protocols 2 to 4.
+
+The machines of Python's `pickle` cannot be used. The one in C allocates its memo by the largest index, so that six
+bytes can ask for gigabytes, and its BUILD could modify a callable for all later files; the one in Python is private,
+and slower. Opcodes of protocols 0 and 1, extension codes, keyword arguments and buffers are missing, as no trainer
+writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import cache, partial
+from struct import Struct
+from typing import Any
+
+from precisionctl.errors import UnsafePickle, shown
+
+FindClass = Callable[[str, str], Any]
+"""Module and qualified name, as in the pickle -> the object to use for them."""
+
+PersistentLoad = Callable[[Any], Any]
+"""A persistent id (which torch.save uses for storages) -> the object to use for it."""
+
+_PROTO, _FRAME, _STOP, _MARK, _POP, _POP_MARK = b"\x80\x95.(01"
+_TUPLE, _TUPLE1, _TUPLE2, _TUPLE3 = b"t\x85\x86\x87"
+_APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS, _FROZENSET = b"aesu\x90\x91"
+_GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD, _BINPERSID = b"c\x93R\x81bQ"
+_CONSTANTS: Mapping[int, object] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_EMPTY: Mapping[int, type] = {ord("]"): list, ord("}"): dict, 0x8F: set}
+
+_BYTE, _UINT32, _UINT64 = Struct("B"), Struct("<I"), Struct("<Q")
+_BININT1, _NUMBERS = ord("K"), {ord("M"): Struct("<H"), ord("J"): Struct("<i"), ord("G"): Struct(">d")}
+_MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = b"\x94qrhj"
+
+_text = partial(str, encoding="utf-8", errors="surrogatepass")
+_integer = partial(int.from_bytes, byteorder="little", signed=True)
+_SIZED: Mapping[int, tuple[Struct, Callable[[bytes], object]]] = {
+    ord("X"): (_UINT32, _text),
+    0x8C: (_BYTE, _text),
+    0x8D: (_UINT64, _text),
+    ord("C"): (_BYTE, bytes),
+    ord("B"): (_UINT32, bytes),
+    0x8E: (_UINT64, bytes),
+    0x8A: (_BYTE, _integer),
+    0x8B: (_UINT32, _integer),
+}
+"""Opcodes that are followed by a length and so many bytes, and what the bytes become."""
+
+
+def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad) -> tuple[Any, int]:
+    """Run the pickle that begins at byte `at`. Returns its value, and the byte behind it.
+
+    Opcodes are tested in the order of how often they are in the files of PyTorch and Megatron. Raises UnsafePickle for
+    a pickle that changes what must not change; a damaged one can raise nearly anything.
+    """
+    stack: list[Any] = []  # above the last mark
+    below: list[list[Any]] = []  # under each mark
+    memo: dict[int, Any] = {}
+    budget = _Budget(len(data))
+    while True:
+        code = data[at]
+        at += 1
+        if code == _MARK:
+            below.append(stack)
+            stack = []
+        elif code == _MEMOIZE:
+            memo[len(memo)] = stack[-1]
+        elif code == _BINGET:
+            stack.append(memo[data[at]])
+            at += 1
+        elif code == _LONG_BINGET:
+            stack.append(memo[_UINT32.unpack_from(data, at)[0]])
+            at += 4
+        elif code == _LONG_BINPUT:
+            memo[_UINT32.unpack_from(data, at)[0]] = stack[-1]
+            at += 4
+        elif code == _BININT1:
+            stack.append(data[at])
+            at += 1
+        elif code in _NUMBERS:
+            stack += _NUMBERS[code].unpack_from(data, at)
+            at += _NUMBERS[code].size
+        elif code == _TUPLE:
+            items, stack = stack, below.pop()
+            stack.append(tuple(items))
+        elif code == _TUPLE1:
+            stack[-1] = (stack[-1],)
+        elif code == _TUPLE2:
+            last = stack.pop()
+            stack[-1] = (stack[-1], last)
+        elif code == _GLOBAL:
+            middle = data.index(b"\n", at)
+            end = data.index(b"\n", middle + 1)
+            stack.append(find_class(data[at:middle].decode(), data[middle + 1 : end].decode()))
+            at = end + 1
+        elif code in _SIZED:
+            length, made_of = _SIZED[code]
+            (size,) = length.unpack_from(data, at)
+            begin, at = at + length.size, at + length.size + size
+            if at > len(data):
+                raise pickle.UnpicklingError(f"{size} bytes that are not there")
+            stack.append(made_of(data[begin:at]))
+        elif code == _REDUCE:
+            arguments = budget.arguments(stack.pop())
+            stack[-1] = stack[-1](*arguments)
+        elif code in _CONSTANTS:
+            stack.append(_CONSTANTS[code])
+        elif code in _EMPTY:
+            stack.append(_EMPTY[code]())
+        elif code == _NEWOBJ:
+            arguments = budget.arguments(stack.pop())
+            stack[-1] = stack[-1].__new__(stack[-1], *arguments)
+        elif code == _BUILD:
+            state = stack.pop()
+            budget.spend_on(state)
+            _build(stack[-1], state)
+        elif code == _SETITEMS:
+            items, stack = stack, below.pop()
+            check_keys(items[::2])
+            _filled(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
+        elif code == _BINPUT:
+            memo[data[at]] = stack[-1]
+            at += 1
+        elif code == _TUPLE3:
+            last, middle = stack.pop(), stack.pop()
+            stack[-1] = (stack[-1], middle, last)
+        elif code == _BINPERSID:
+            budget.spend_on(stack[-1])
+            stack[-1] = persistent(stack[-1])
+        elif code == _STACK_GLOBAL:
+            name, module = stack.pop(), stack.pop()
+            if type(name) is not str or type(module) is not str:
+                raise pickle.UnpicklingError(f"{shown(module)}.{shown(name)} as a name")
+            stack.append(find_class(module, name))
+        elif code == _APPEND:
+            last = stack.pop()
+            _filled(stack[-1], list).append(last)
+        elif code == _APPENDS:
+            items, stack = stack, below.pop()
+            _filled(stack[-1], list).extend(items)
+        elif code == _SETITEM:
+            last, key = stack.pop(), stack.pop()
+            check_keys((key,))
+            _filled(stack[-1], dict)[key] = last
+        elif code == _ADDITEMS:
+            items, stack = stack, below.pop()
+            check_keys(items)
+            _filled(stack[-1], set).update(items)
+        elif code == _FROZENSET:
+            items, stack = stack, below.pop()
+            check_keys(items)
+            stack.append(frozenset(items))
+        elif code == _POP:
+            stack.pop()
+        elif code == _POP_MARK:
+            stack = below.pop()
+        elif code == _FRAME:  # how many bytes to read at once: they are here already
+            at += 8
+        elif code == _PROTO:
+            at += 1
+        elif code == _STOP:
+            return stack.pop(), at
+        else:
+            raise pickle.UnpicklingError(f"the opcode {code:#04x}")
+
+
+class _Budget:
+    """How many values callables may still copy: two bytes can put the same value on the stack again.
+
+    All in all it is in proportion to the pickle, eight times what the files of Megatron, PyTorch and Transformer Engine
+    need.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = 2 * size
+
+    def arguments(self, value: Any) -> tuple[Any, ...]:
+        """The arguments of a call."""
+        if type(value) is not tuple:
+            raise pickle.UnpicklingError(f"{shown(value)} as arguments")
+        self.spend_on(value)
+        return value
+
+    def spend_on(self, value: Any) -> None:
+        """Count what a callable may copy of a value: its items, and the items of containers among them. Eight
+        characters count as one, as NumPy arrays are copied twice (text, bytes, array)."""
+        parts = value if type(value) is tuple else (value,)
+        self._left -= len(parts)
+        for part in parts:
+            if isinstance(part, _COPIED):
+                self._left -= len(part) // 8 if isinstance(part, _TEXTS) else len(part)
+        if self._left < 0:
+            raise pickle.UnpicklingError("it copies the same values over and over")
+
+
+_TEXTS = (str, bytes)
+_COPIED = (*_TEXTS, list, tuple, set, frozenset, dict)
+_SCALARS = (*_TEXTS, int, float, bool, type(None))
+_MODULUS = (1 << 61) - 1
+"""An integer's hash is its remainder by this number."""
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raise UnpicklingError for a key whose hash could take forever, or be that of many others: a table of these takes
+    time quadratic in their number. Allowed are scalars, objects that hash by identity or as members of an enum, and
+    flat tuples of texts and such objects. Numbers' hashes have no secret: large ones, and tuples, can be chosen to have
+    the same."""
+    for key in keys:
+        kind = type(key)
+        if kind is str:
+            continue
+        if kind is tuple:
+            known = all(type(part) in _TEXTS or _hashes_at_once(type(part)) for part in key)
+        elif kind is int:
+            known = abs(key) < _MODULUS
+        else:
+            known = kind in _SCALARS or _hashes_at_once(kind)
+        if not known:
+            raise pickle.UnpicklingError(f"{shown(key)} as a key")
+
+
+def _hashes_at_once(kind: Any) -> bool:
+    return kind.__hash__ in (object.__hash__, Enum.__hash__)
+
+
+def _filled(container: Any, kind: type) -> Any:
+    """The container that an opcode fills, if it is of the kind that it should be."""
+    if not isinstance(container, kind):
+        raise pickle.UnpicklingError(f"{shown(container)} as a {kind.__name__}")
+    return container
+
+
+def _build(changed: Any, state: Any) -> None:
+    """Give an object its state, if that cannot replace attributes that Python itself looks up, such as `__class__`.
+    Raises UnsafePickle for one that must not change."""
+    kind: Any = type(changed)
+    if isinstance(changed, dict):
+        return  # its state is dropped: `_metadata` of a state dict, but it could also be `get`, `items`
+    if kind is argparse.Namespace and type(state) is dict:
+        vars(changed).update(state)
+    elif kind is io.BytesIO and type(state) is tuple and len(state) == 3 and state[2] is None:
+        changed.__setstate__(state)
+    elif callable(changed):
+        raise UnsafePickle(f"a pickle changes {shown(changed)}, a class or function")
+    elif _takes_state(kind):
+        changed.__setstate__(state)
+    else:
+        raise UnsafePickle(f"a pickle changes {shown(changed)}")
+
+
+@cache
+def _takes_state(kind: type) -> bool:
+    """Whether objects of a class take their state in a way of their own. A tensor's could resize its storage."""
+    return hasattr(kind, "__setstate__") and kind is not io.BytesIO and not hasattr(kind, "untyped_storage")

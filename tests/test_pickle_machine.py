@@ -1,0 +1,118 @@
+"""The machine that runs pickles, against Python's own pickler."""
+
+import pickle
+import pickletools
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.untrusted import safe_pickle
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = st.text() | st.integers(-(1 << 60), 1 << 60) | st.tuples(st.text(), st.binary())
+VALUES = st.recursive(
+    PLAIN | st.sets(KEYS, max_size=3) | st.frozensets(KEYS, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+BUILTINS = {("builtins", "set"): safe_pickle.plain_set, ("builtins", "frozenset"): lambda items: frozenset(items)}
+OF_PROTOCOL_2 = {
+    ("__builtin__", "set"): safe_pickle.plain_set,
+    ("__builtin__", "frozenset"): lambda items: frozenset(items),
+    ("__builtin__", "bytes"): bytes,
+    ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
+}
+ELSEWHERE = {
+    "NEWOBJ_EX",  # keyword arguments
+    *("EXT1", "EXT2", "EXT4"),  # numbers of classes that programs agree on
+    *("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"),  # buffers
+}
+"""Opcodes of protocols 2 to 5 that no trainer writes."""
+
+
+@given(VALUES, st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_what_python_pickles_is_read(value: object, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert safe_pickle.loads(data, BUILTINS | OF_PROTOCOL_2, "here") == value
+
+
+@given(VALUES, st.data())
+def test_a_changed_pickle_is_a_value_or_damaged(value: object, data: st.DataObject) -> None:
+    whole = pickle.dumps(value, data.draw(st.integers(2, 4)))
+    at, byte = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
+    for changed in (whole[:at] + bytes([byte]) + whole[at + 1 :], whole[:at] + pickle.STOP):
+        try:
+            safe_pickle.loads(changed, BUILTINS | OF_PROTOCOL_2, "here")
+        except CheckpointError:
+            pass
+
+
+def test_an_object_that_is_there_twice_is_one_object() -> None:
+    shared = ["x"]
+    for protocol in (2, 4):
+        first, second = safe_pickle.loads(pickle.dumps([shared, shared], protocol), {}, "here")
+        assert first is second
+
+
+def test_more_than_256_objects_are_remembered() -> None:
+    values = [f"name {number}" for number in range(300)]
+    for protocol in (2, 4):
+        assert safe_pickle.loads(pickle.dumps(values * 2, protocol), {}, "here") == values * 2
+
+
+@pytest.mark.parametrize(
+    "opcode", [each for each in pickletools.opcodes if each.proto >= 2], ids=lambda each: each.name
+)
+def test_every_opcode_that_trainers_write_is_known(opcode: pickletools.OpcodeInfo) -> None:
+    """Alone it is damaged in another way, or a value."""
+    said = ""
+    try:
+        safe_pickle.loads(opcode.code.encode("latin1") + pickle.STOP, {}, "here")
+    except CheckpointError as error:
+        said = error.what
+    assert ("the opcode" in said) == (opcode.name in ELSEWHERE)
+
+
+def test_the_memo_takes_as_much_memory_as_it_holds() -> None:
+    tracemalloc.start()
+    try:
+        assert safe_pickle.loads(b"\x80\x02Nr\xff\xff\xff\xffj\xff\xff\xff\xff.", {}, "here") is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("pickled", "said"),
+    [
+        (b"\x80\x02X\x04\x00\x00\x00ab.", "4 bytes that are not there"),
+        (b"\x80\x02\x8b\xff\xff\xff\xff.", "4294967295 bytes that are not there"),
+        (b"\x80\x02K\x01K\x02u.", "IndexError"),  # no mark
+        (b"\x80\x02(K\x01\x86.", "IndexError"),  # two values above a mark that has one
+        (b"\x80\x02}(K\x01u.", "ValueError"),  # a key without a value
+        (b"\x80\x02]K\x01K\x02s.", "as a dict"),
+        (b"\x80\x02}K\x01a.", "as a list"),
+        (b"\x80\x04](K\x01\x90.", "as a set"),
+        (b"\x80\x02h\x00.", "KeyError"),  # nothing is remembered
+        (b"\x80\x02Q.", "IndexError"),
+        (b"\x80\x02NQ.", "outside itself"),
+        (b"\x80\x02I5\n.", "the opcode 0x49"),
+    ],
+)
+def test_damage_is_named(pickled: bytes, said: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match=said):
+        safe_pickle.loads(pickled, {}, "here")
+
+
+def test_several_pickles_are_read_one_after_the_other() -> None:
+    data = b"".join(pickle.dumps(value) for value in ("one", 2, None))
+    values, at = [], 0
+    for _ in range(3):
+        value, at = safe_pickle.load_from(data, at, {}, "here")
+        values.append(value)
+    assert (values, at) == (["one", 2, None], len(data))
