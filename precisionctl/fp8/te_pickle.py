@@ -117,13 +117,13 @@ def storage(stored: PickledTensor, where: object) -> Tensor:
     for _ in range(4):
         value, at = safe_pickle.load_from(saved, at, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself)
         read.append(value)
-    _version, system, *reference = read
-    match system, *reference:
-        case (
+    match read:
+        case [
+            _version,
             {"little_endian": True},
-            ("storage", DType() as dtype, str(key), _, int(elements), None),
+            ("storage", DType() as dtype, str(key), _device, int(elements), None),
             [str(only)],
-        ) if key == only:
+        ] if key == only:
             count, numbers = saved[at : at + 8], saved[at + 8 :]
         case _:
             raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
