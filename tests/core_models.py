@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PEER = (sys.executable, "-c", "import mcore_peer; mcore_peer.main()")
+PEER = Path(__file__).with_name("mcore_peer.py")
 
 # what Megatron-LM 0.16.1 itself has in `args` for these sizes, of the arguments that matter here
 SAVED_ARGS: dict[str, Any] = {
@@ -76,9 +76,7 @@ def peer(directory: Path, jobs: list[dict[str, Any]], **sizes: int) -> None:
     path = directory / f"jobs-{len(list(directory.glob('jobs-*.json')))}.json"
     path.write_text(json.dumps(work))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [*PEER, path], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

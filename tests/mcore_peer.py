@@ -1,4 +1,4 @@
-"""Real megatron-core on CPUs under gloo, as a program: `python -c 'import mcore_peer; mcore_peer.main()' JOBS.json`.
+"""Real megatron-core on CPUs under gloo, as a program: `python mcore_peer.py JOBS.json`.
 
 The file holds `{"tensor_parallel": n, "pipeline_parallel": n, "jobs": [...]}`, and `expert_parallel` and
 `data_parallel` where they are not 1; each job saves a random model or loads a checkpoint, whose own arguments make
@@ -383,9 +383,7 @@ def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], count: int
     torch.multiprocessing.start_processes(run, arguments, nprocs=count, start_method=way)
 
 
-def main() -> None:
-    """Not the main module itself: each rank that saves spawns a process (megatron-core's queue of results), which would
-    import that once more, and PyTorch with it."""
+if __name__ == "__main__":
     path = Path(sys.argv[1])
     work = json.loads(path.read_text())
     if ranks_of(work) == 1:
