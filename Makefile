@@ -48,8 +48,10 @@ clean:  ## everything that git ignores
 	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run site
 	find . -name __pycache__ -prune -exec rm -r {} +
 
-# Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
+# Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried. What is
+# installed is compiled where it is imported first: a fifth of it ever is. So Python must be allowed to keep that.
+unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -69,8 +69,8 @@ def test_a_start_says_how_many_experts_saw_no_token_and_a_run_goes_on_to_the_bit
     text = make_text(tmp_path / "text.txt")
 
     def made(out: str, **changes: object) -> object:
-        keys = {"train__warmup_passes": 1, "schedule__kind": "constant", **changes}
-        return settings(source, text, tmp_path / out, "fp8", **keys)
+        keys = {"train__warmup_passes": 1, "train__micro_batch_size": 4, "train__save_every": 4, **changes}
+        return settings(source, text, tmp_path / out, "fp8", schedule__kind="constant", **keys)
 
     started, _, _ = run(made("whole", train__steps=4))
     silent = started.fp8["from other experts"]
