@@ -46,14 +46,10 @@ Place = tuple[Any, ...]
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """All of them; of what is numbered, the first and the last part of each type, for the others are like these."""
     yield at
     inside = vars(value) if isinstance(value, argparse.Namespace) else value
-    items = dict(enumerate(inside)) if isinstance(inside, list) else inside if isinstance(inside, dict) else {}
-    if all(isinstance(key, int) for key in items):
-        last, first = ({type(items[key]): key for key in keys} for keys in (items, reversed(items)))
-        items = {key: items[key] for key in {*first.values(), *last.values()}}
-    for key, part in items.items():
+    items = inside.items() if isinstance(inside, dict) else enumerate(inside) if isinstance(inside, list) else ()
+    for key, part in items:
         yield from places(part, (*at, key))
 
 
