@@ -85,6 +85,33 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_data_that_is_not_there_is_refused_before_torch_is_imported_and_the_checkpoint_read(tmp_path):
+    """Whose config.json cannot be read."""
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "held-out.txt").write_text("text")
+    data = str(tmp_path / "held_out.txt")
+    commands = [
+        ["resume", str(tmp_path), "--precision", "bf16", "--data", data],
+        ["resume", str(tmp_path), "--precision", "bf16", "--data", data, "--dry-run"],
+        ["calibrate", str(tmp_path), "--data", data, "--out", "out"],
+        ["eval", str(tmp_path), "--data", data],
+        ["tokenize", data, "out", "--tokenizer", str(tmp_path)],
+    ]
+    code = (
+        "import click, sys\n"
+        "from precisionctl.cli import main\n"
+        f"for command in {commands}:\n"
+        "    try:\n"
+        "        main(command, standalone_mode=False)\n"
+        "    except click.UsageError as error:\n"
+        "        print(error.format_message())\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    told = f"'{data}': no such file or directory. Did you mean {tmp_path / 'held-out.txt'}?"
+    assert shown.count(told) == len(commands), shown
+
+
 def test_convert_verify_and_inspect_import_nothing_large_beside_torch(tmp_path):
     """In one process one after the other, so that what any of them imports is seen."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
@@ -228,7 +255,7 @@ def test_wrong_usage_exits_with_2(arguments):
     assert run(*arguments).exit_code == 2
 
 
-RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out")
+RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out")
 
 
 @pytest.mark.parametrize(
@@ -237,14 +264,8 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out"
         (["export-inference", "{}", "{}/out", "--target", "vlm"], "no engine `vlm`. Did you mean vllm?"),
         (["export-inference", "{}", "{}/out", "--target", "SGlang"], "no engine `SGlang`. Did you mean sglang?"),
         (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
-        (
-            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--recipe", "fp8-delayd"],
-            "fp8-delayed?",
-        ),
-        (
-            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--set", "optimzer.lr=1"],
-            "optimizer.lr?",
-        ),
+        ([*RESUME, "--recipe", "fp8-delayd"], "fp8-delayed?"),
+        ([*RESUME, "--set", "optimzer.lr=1"], "optimizer.lr?"),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),

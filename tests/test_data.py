@@ -107,6 +107,8 @@ def test_a_file_that_is_no_text_or_not_there_is_one_clear_error(tmp_path: Path) 
         load_rows(tmp_path / "x.txt", tokenizer(), 4)
     with pytest.raises(DataError, match="no such file or directory"):
         load_rows(tmp_path / "none.txt", tokenizer(), 4)
+    with pytest.raises(DataError, match="given as hf://datasets/allenai/c4"):
+        load_rows("allenai/c4", tokenizer(), 4)
 
 
 @pytest.mark.parametrize(

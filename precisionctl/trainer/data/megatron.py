@@ -38,7 +38,7 @@ def prefix_of(path: Path) -> Path | None:
         prefix = path.with_suffix("")
     elif not path.exists() and with_suffix(path, IDX).is_file():
         prefix = path
-    elif path.suffix == BIN:
+    elif path.suffix == BIN and path.exists():
         raise DataError("the .idx beside Megatron's .bin is missing", where=path)
     else:
         return None

@@ -19,7 +19,7 @@ from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.formats.find import source_of
+from precisionctl.trainer.data.formats.find import check_named, source_of
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
 
@@ -173,6 +173,12 @@ def load_rows(
         tokens.about.digest,
         tuple(tokens.about.notes),
     )
+
+
+def check_path(data: StrPath) -> None:
+    """Raise DataError if the path of some data leads nowhere; no folder is read, and of the Hub nothing is asked."""
+    if megatron.prefix_of(Path(data)) is None:
+        check_named(data)
 
 
 def check_there(data: StrPath) -> None:
