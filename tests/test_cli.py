@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import run
+from training import contents
 
 from precisionctl import errors
 from precisionctl.checkpoints import open as opening
@@ -266,6 +267,9 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out
         (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
         ([*RESUME, "--recipe", "fp8-delayd"], "fp8-delayed?"),
         ([*RESUME, "--set", "optimzer.lr=1"], "optimizer.lr?"),
+        (["convert", "{}", "{}/out", "--to", "hf", "--precison", "fp8"], "'--precison'. Did you mean --precision?"),
+        ([*RESUME, "--output", "x"], "'--output'. Did you mean --out?"),
+        (["--quite", "inspect", "{}"], "'--quite'. Did you mean --quiet?"),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
@@ -282,6 +286,16 @@ def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, argu
 def test_a_word_that_is_less_alike_is_not_guessed(tmp_path, scheme):
     found = run("export-inference", tmp_path, tmp_path / "out", "--target", "vllm", "--scheme", scheme)
     assert found.exit_code == 2 and f"'{scheme}' is not one of" in found.stderr and "mean" not in found.stderr
+
+
+def test_an_option_that_is_like_none_is_not_guessed_and_hidden_ones_never_are(tmp_path):
+    for wrong in ("--precison", "--colour"):
+        found = run("inspect", tmp_path, wrong, "fp8")
+        assert found.exit_code == 2 and f"No such option '{wrong}'.\n" in found.stderr
+    found = run("convert", tmp_path, tmp_path / "out", "--to", "hf", "--fp8-recip", "x")
+    assert found.exit_code == 2 and "--fp8-recipe" not in found.stderr
+    told = json.loads(run("convert", tmp_path, tmp_path / "out", "--precison", "bf16", "--json").stdout)["error"]
+    assert told["what"] == "No such option '--precison'. Did you mean --precision?"
 
 
 def write_run(folder, losses, first_step=1):
@@ -372,6 +386,29 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
         assert shown.exit_code == 1
         assert re.search(r"DiskProblem.*[\d,]{6,} bytes to write, 1,000 bytes free", shown.stderr, re.DOTALL)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_path, monkeypatch):
+    pico.save(tmp_path / "hf")
+    convert = ("convert", tmp_path / "hf", tmp_path / "new" / "out", "--to", "megatron")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        refused = run(*convert)
+        assert refused.exit_code == 1 and "1,000 bytes free" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_rows", interrupted)
+        assert run(*convert, "--workers", 1).exit_code == 75
+    left = contents(tmp_path / "new")
+    assert len(left) > 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-(10**6)))  # less what is there counts
+    for more in ((), ("--restart",)):
+        assert "bytes free" in run(*convert, *more).stderr
+        assert contents(tmp_path / "new") == left
 
 
 def test_a_dry_run_says_that_the_disk_takes_no_file(tmp_path, monkeypatch):

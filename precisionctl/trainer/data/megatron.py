@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
+from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.store import FIRST, About, Samples, Tokens, cached_folder, key_of, mapped, stats_of
 
@@ -163,7 +164,8 @@ def _look_through(
         return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())
-    without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
+    documents = counted(unended, "document does", "documents do")
+    without = f"{documents} not end in the tokenizer's end-of-text token; nothing else divides them"
     return About(len(ids), None, largest, digest.hexdigest(), end, [without] if unended else [])
 
 
