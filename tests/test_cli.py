@@ -282,6 +282,28 @@ def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, argu
     assert found.exit_code == 2 and advice in found.stderr
 
 
+def test_a_destination_in_a_file_is_a_wrong_path(tmp_path):
+    pico.save(tmp_path / "hf")
+    (tmp_path / "file").touch()
+    found = run("convert", tmp_path / "hf", tmp_path / "file" / "out", "--to", "megatron")
+    assert found.exit_code == 1 and "Is the path right" in found.stderr and "--debug" not in found.stderr
+
+
+def test_tokenize_without_a_tokenizer_leaves_nothing(tmp_path):
+    pico.save(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("text")
+    found = run("tokenize", tmp_path / "text.txt", tmp_path / "out", "--tokenizer", tmp_path / "hf")
+    assert found.exit_code == 1 and "no tokenizer" in found.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "text.txt"]
+
+
+def test_a_name_that_no_disk_takes_is_a_wrong_path_and_no_matter_for_a_traceback(tmp_path):
+    pico.save(tmp_path, "qwen3")
+    found = run("convert", tmp_path, tmp_path / "out", "--to", "megatron", "--reference", "x" * 300)
+    assert found.exit_code == 1 and "File name too long" in found.stderr
+    assert "Is the path right" in found.stderr and "--debug" not in found.stderr
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_a_word_that_is_less_alike_is_not_guessed(tmp_path, scheme):
     found = run("export-inference", tmp_path, tmp_path / "out", "--target", "vllm", "--scheme", scheme)

@@ -37,7 +37,17 @@ HubName of each parameter that has one."""
 _GENERAL = ("--json", "--quiet", "--verbose", "--debug", "--help")
 """Options of all commands, last in the help."""
 
-_PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+_PATH_ERRORS = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.EEXIST,
+}
 """Errors of the system for which a wrong path, or a lack of rights, is to blame."""
 
 _SHOWS_WHERE = "`precisionctl --debug ...` shows where."
