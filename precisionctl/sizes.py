@@ -1,4 +1,4 @@
-"""Numbers of bytes in words."""
+"""Numbers in words: of bytes, and of things."""
 
 
 def size(count: float) -> str:
@@ -8,3 +8,8 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number of things for people: `1 tensor`, `1,200 tensors`; `several` where that is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"

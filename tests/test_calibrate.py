@@ -41,6 +41,7 @@ from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.saved.loading import COLLECTED
 from precisionctl.trainer.start import CALIBRATED
 
@@ -568,3 +569,8 @@ def test_a_file_beside_what_a_killed_calibration_left_is_not_taken_for_its_resul
         with pytest.raises(DestinationExists):
             calibrate(asked(place, out))
         assert out.read_bytes() == b"of another"
+
+
+def test_another_number_of_ranks_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="differs in ranks .*as many ranks as it was begun with"):
+        run_folder.check_same(run_folder.Saved(0, 0, {"ranks": 2}), {}, tmp_path)

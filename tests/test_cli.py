@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import run
+from training import contents
 
 from precisionctl import errors
 from precisionctl.checkpoints import open as opening
@@ -83,6 +84,33 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_data_that_is_not_there_is_refused_before_torch_is_imported_and_the_checkpoint_read(tmp_path):
+    """Whose config.json cannot be read."""
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "held-out.txt").write_text("text")
+    data = str(tmp_path / "held_out.txt")
+    commands = [
+        ["resume", str(tmp_path), "--precision", "bf16", "--data", data],
+        ["resume", str(tmp_path), "--precision", "bf16", "--data", data, "--dry-run"],
+        ["calibrate", str(tmp_path), "--data", data, "--out", "out"],
+        ["eval", str(tmp_path), "--data", data],
+        ["tokenize", data, "out", "--tokenizer", str(tmp_path)],
+    ]
+    code = (
+        "import click, sys\n"
+        "from precisionctl.cli import main\n"
+        f"for command in {commands}:\n"
+        "    try:\n"
+        "        main(command, standalone_mode=False)\n"
+        "    except click.UsageError as error:\n"
+        "        print(error.format_message())\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    told = f"'{data}': no such file or directory. Did you mean {tmp_path / 'held-out.txt'}?"
+    assert shown.count(told) == len(commands), shown
 
 
 def test_convert_verify_and_inspect_import_nothing_large_beside_torch(tmp_path):
@@ -228,7 +256,7 @@ def test_wrong_usage_exits_with_2(arguments):
     assert run(*arguments).exit_code == 2
 
 
-RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out")
+RESUME = ("resume", "{}", "--precision", "fp8", "--data", "{}", "--out", "{}/out")
 
 
 @pytest.mark.parametrize(
@@ -237,14 +265,11 @@ RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out"
         (["export-inference", "{}", "{}/out", "--target", "vlm"], "no engine `vlm`. Did you mean vllm?"),
         (["export-inference", "{}", "{}/out", "--target", "SGlang"], "no engine `SGlang`. Did you mean sglang?"),
         (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
-        (
-            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--recipe", "fp8-delayd"],
-            "fp8-delayed?",
-        ),
-        (
-            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--set", "optimzer.lr=1"],
-            "optimizer.lr?",
-        ),
+        ([*RESUME, "--recipe", "fp8-delayd"], "fp8-delayed?"),
+        ([*RESUME, "--set", "optimzer.lr=1"], "optimizer.lr?"),
+        (["convert", "{}", "{}/out", "--to", "hf", "--precison", "fp8"], "'--precison'. Did you mean --precision?"),
+        ([*RESUME, "--output", "x"], "'--output'. Did you mean --out?"),
+        (["--quite", "inspect", "{}"], "'--quite'. Did you mean --quiet?"),
         (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
         (["convert", "{}", "{}/out", "--to", "megatorn"], "'torchtitan', 'deepspeed'. Did you mean megatron?"),
         (["export-inference", "{}", "{}/out", "--target", "vllm", "--scheme", "w4a1"], "Did you mean w4a16?"),
@@ -257,10 +282,42 @@ def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, argu
     assert found.exit_code == 2 and advice in found.stderr
 
 
+def test_a_destination_in_a_file_is_a_wrong_path(tmp_path):
+    pico.save(tmp_path / "hf")
+    (tmp_path / "file").touch()
+    found = run("convert", tmp_path / "hf", tmp_path / "file" / "out", "--to", "megatron")
+    assert found.exit_code == 1 and "Is the path right" in found.stderr and "--debug" not in found.stderr
+
+
+def test_tokenize_without_a_tokenizer_leaves_nothing(tmp_path):
+    pico.save(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("text")
+    found = run("tokenize", tmp_path / "text.txt", tmp_path / "out", "--tokenizer", tmp_path / "hf")
+    assert found.exit_code == 1 and "no tokenizer" in found.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "text.txt"]
+
+
+def test_a_name_that_no_disk_takes_is_a_wrong_path_and_no_matter_for_a_traceback(tmp_path):
+    pico.save(tmp_path, "qwen3")
+    found = run("convert", tmp_path, tmp_path / "out", "--to", "megatron", "--reference", "x" * 300)
+    assert found.exit_code == 1 and "File name too long" in found.stderr
+    assert "Is the path right" in found.stderr and "--debug" not in found.stderr
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_a_word_that_is_less_alike_is_not_guessed(tmp_path, scheme):
     found = run("export-inference", tmp_path, tmp_path / "out", "--target", "vllm", "--scheme", scheme)
     assert found.exit_code == 2 and f"'{scheme}' is not one of" in found.stderr and "mean" not in found.stderr
+
+
+def test_an_option_that_is_like_none_is_not_guessed_and_hidden_ones_never_are(tmp_path):
+    for wrong in ("--precison", "--colour"):
+        found = run("inspect", tmp_path, wrong, "fp8")
+        assert found.exit_code == 2 and f"No such option '{wrong}'.\n" in found.stderr
+    found = run("convert", tmp_path, tmp_path / "out", "--to", "hf", "--fp8-recip", "x")
+    assert found.exit_code == 2 and "--fp8-recipe" not in found.stderr
+    told = json.loads(run("convert", tmp_path, tmp_path / "out", "--precison", "bf16", "--json").stdout)["error"]
+    assert told["what"] == "No such option '--precison'. Did you mean --precision?"
 
 
 def write_run(folder, losses, first_step=1):
@@ -351,6 +408,29 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
         assert shown.exit_code == 1
         assert re.search(r"DiskProblem.*[\d,]{6,} bytes to write, 1,000 bytes free", shown.stderr, re.DOTALL)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_path, monkeypatch):
+    pico.save(tmp_path / "hf")
+    convert = ("convert", tmp_path / "hf", tmp_path / "new" / "out", "--to", "megatron")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        refused = run(*convert)
+        assert refused.exit_code == 1 and "1,000 bytes free" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_rows", interrupted)
+        assert run(*convert, "--workers", 1).exit_code == 75
+    left = contents(tmp_path / "new")
+    assert len(left) > 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-(10**6)))  # less what is there counts
+    for more in ((), ("--restart",)):
+        assert "bytes free" in run(*convert, *more).stderr
+        assert contents(tmp_path / "new") == left
 
 
 def test_a_dry_run_says_that_the_disk_takes_no_file(tmp_path, monkeypatch):

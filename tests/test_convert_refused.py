@@ -26,6 +26,7 @@ from precisionctl.errors import (
     RecipeError,
     ShapeMismatch,
     UnknownArchitecture,
+    UnknownFormat,
     UnmappedTensor,
 )
 from precisionctl.param import Parallelism
@@ -102,6 +103,17 @@ def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: P
     with pytest.raises(RecipeError, match="the reference is of another model"):
         plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "other"))
     plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("there", ["a tokenizer", "nothing"])
+def test_a_reference_that_is_no_checkpoint_is_answered_with_what_a_reference_is(tmp_path: Path, there: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "reference").mkdir()
+    if there == "a tokenizer":
+        (tmp_path / "reference" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnknownFormat, match="--reference takes a Hugging Face directory .* config.json") as error:
+        plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron", reference=tmp_path / "reference"))
+    assert "Looked for" not in str(error.value)
 
 
 def test_a_hugging_face_source_has_no_iterations(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_another_number_of_ranks_is_told_so(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", [], ranks=2):
         pass
-    with pytest.raises(OutputError, match="same conversion .* by 2 ranks, and now there are 3.*\n?.*Run it with 2 "):
+    with pytest.raises(OutputError, match="same conversion .* by 2 ranks instead of 3.*\n?.*Run it with 2 "):
         with open_journal(output, "plan", [], ranks=3):
             pass
     with pytest.raises(OutputError, match="another conversion"), open_journal(output, "another", [], ranks=3):

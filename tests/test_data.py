@@ -59,9 +59,7 @@ def test_a_conversation_is_cut_to_length_and_left_out_when_nothing_to_learn_is_l
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}, {"messages": only_user}])
     rows = load_rows(path, tokenizer(MARKING_TEMPLATE), sequence_length=7)
     assert len(rows) == 1 and rows.batch([0]).targets == 2  # c d; <end> is the eighth target
-    assert rows.notes[0].startswith("1 conversations were cut") and rows.notes[1].startswith(
-        "1 conversations were left"
-    )
+    assert rows.notes[0].startswith("1 conversation was cut") and rows.notes[1].startswith("1 conversation was left")
 
 
 def test_a_template_that_prints_the_date_makes_the_same_tokens_on_any_day(tmp_path: Path) -> None:
@@ -107,6 +105,8 @@ def test_a_file_that_is_no_text_or_not_there_is_one_clear_error(tmp_path: Path) 
         load_rows(tmp_path / "x.txt", tokenizer(), 4)
     with pytest.raises(DataError, match="no such file or directory"):
         load_rows(tmp_path / "none.txt", tokenizer(), 4)
+    with pytest.raises(DataError, match="given as hf://datasets/allenai/c4"):
+        load_rows("allenai/c4", tokenizer(), 4)
 
 
 @pytest.mark.parametrize(

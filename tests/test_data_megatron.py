@@ -166,3 +166,4 @@ def test_bin_without_idx_says_so_and_other_paths_are_not_megatrons(tmp_path: Pat
     with pytest.raises(DataError, match="the .idx beside Megatron's .bin is missing"):
         prefix_of(tmp_path / "x.bin")
     assert prefix_of(tmp_path / "x.jsonl") is None and prefix_of(tmp_path) is None
+    assert prefix_of(tmp_path / "not there.bin") is None

@@ -168,7 +168,7 @@ def test_conversations_share_rows_and_every_token_keeps_its_label(tmp_path: Path
     single = load_rows(path, tokenizer(MARKING_TEMPLATE), 22)
     packed = load_rows(path, tokenizer(MARKING_TEMPLATE), 22, packing=True)
     assert (len(single), len(packed)) == (3, 2)
-    assert "3 conversations are packed into 2 rows, which are 82% full" in packed.notes
+    assert "3 conversations are packed into 2 rows, 82% full" in packed.notes
     assert single.fingerprint != packed.fingerprint
     batch = packed.batch([0, 1])
     assert batch.packed is not None and batch.packed.lengths == (14, 14, 4, 14, 8, 10)

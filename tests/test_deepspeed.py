@@ -229,7 +229,7 @@ def test_it_asks_for_the_config_that_it_does_not_have(tmp_path: Path, llama: Pat
 @pytest.mark.parametrize(
     ("stage", "there", "gone", "message"),
     [
-        (2, None, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "files of 1 ranks"),
+        (2, None, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "files of 1 rank,"),
         (2, None, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", r"files of ranks \[1\]"),
         (3, None, "zero_pp_rank_0_mp_rank_00_model_states.pt", r"files of ranks \[1\]"),
         (2, "mp_rank_01_model_states.pt", None, "tensor parallelism"),

@@ -40,6 +40,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another run": ({"out": "run", "train__steps": 2, "optimizer__lr": 0.5}, r"differs in optimizer\.lr"),
     "no data": ({"data": "nowhere.txt"}, "no such file"),
     "no held-out data": ({"data__held_out": "nowhere.txt"}, "no such file"),
+    "no data, before the model is looked at": ({"source": "unknown", "data": "nowhere.txt"}, "no such file"),
+    "no held-out data, before": ({"source": "unknown", "data__held_out": "nowhere.txt"}, "no such file"),
     "no tokenizer": ({"source": "bare"}, "the checkpoint has no tokenizer"),
     "model": ({"source": "unknown"}, "unheard_of"),
     "sizes": ({"source": "odd", "precision": "fp8"}, "divisible by 16"),
@@ -118,7 +120,7 @@ def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_data_is_rea
     each = dry_run(asked(place, {})).disk.each
     with_free(monkeypatch, each - 1)
     with pytest.raises(DiskProblem, match=f"takes {each:,} bytes, and {each - 1:,} are free"):
-        run(asked(place, {"out": tmp_path / "run", "data": "nowhere.txt"}))
+        run(asked(place, {"out": tmp_path / "run", "data": "source/model.safetensors"}))  # which is no text
     dry = dry_run(asked(place, {"out": tmp_path / "run"}))
     assert "It does not fit. Make room, or choose another --out." in report.dry_run(dry)
     started, *_ = run(asked(place, {"out": "run", "train__steps": 2}))  # it has ended, and writes none

@@ -190,7 +190,7 @@ def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest
     first, second = a.roles["input"].scale.tolist()
     assert merged["input"].scale.tolist() == [first, min(7.0, second)]
     assert not merged["output"].recorded
-    assert any("1 modules differs between ranks" in note for note in found.notes)
+    assert any("1 module differs between ranks" in note for note in found.notes)
 
 
 def model(tmp_path: Path, family: str) -> InMemory:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transposed_directories
 from command_line import run
+from safetensors import safe_open
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
@@ -49,6 +50,15 @@ def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
     assert (found["container"], found["layout"], found["architecture"]) == ("safetensors", "hf", "llama")
     assert found["precision"] == "bfloat16"
     assert found["fp8"] is None
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "granite-moe", "qwen3-moe"])
+def test_tensors_are_as_many_as_the_file_has_also_where_experts_are_one(tmp_path: Path, family: str) -> None:
+    model = pico.save(tmp_path, family, dtype=torch.bfloat16)
+    found = describe(open_checkpoint(tmp_path))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert found["tensors"] == len(file.keys())
+    assert found["parameters"] == model.num_parameters()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,7 @@ def test_an_optimizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert dict(tables(describe(reader))[0].rows)["optimizer"] == "none"
     found = {"optimizer.state.exp_avg.x": TensorSpec((4,), DType.float32)}
     monkeypatch.setattr(type(reader), "optimizer_specs", property(lambda _: found))
-    assert dict(tables(describe(reader))[0].rows)["optimizer"] == "1 tensors, 16 B"
+    assert dict(tables(describe(reader))[0].rows)["optimizer"] == "1 tensor, 16 B"
 
 
 def test_an_optimizer_that_cannot_be_read_keeps_nothing_else_from_being_told(

@@ -107,7 +107,7 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
             {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
             "only the bundled trainer has layers in BF16",
         ),
-        ({"parallel__tensor": 2}, "1 ranks cannot be divided into tensor 2 x pipeline 1"),
+        ({"parallel__tensor": 2}, "1 rank cannot be divided into tensor 2 x pipeline 1"),
         ({"parallel__expert": 2}, "with experts on 2"),
         ({"train__micro_batch_size": 4, "train__batch_size": 6}, "not a multiple"),
         ({"train__weight_casts": "per-update"}, "only the bundled trainer has train.weight_casts = per-update"),

@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_megatron_s_optimizer_at_its_rate_and_says_so(
     assert rates_of(tmp_path / "run") == pytest.approx(expected_rates(megatron, range(6, 9)), rel=1e-12)
     said = "\n".join(beginning(started))
     assert "from step 5 to 8, weights and optimizer" in said
-    assert "optimizer: masters and moments of the checkpoint, after 1 updates; it had beta2 0.999, here 0.95" in said
+    assert "optimizer: masters and moments of the checkpoint, after 1 update; it had beta2 0.999, here 0.95" in said
     assert "learning rates: the checkpoint's (cosine, 1.00e-03 to 1.00e-04 over 100 samples, after 20)" in said
     saved = TorchDistReader(finished.checkpoint)
     assert saved.common["opt_param_scheduler"]["num_steps"] == 20 + 3 * BATCH

@@ -175,7 +175,7 @@ def test_llama_3_1_is_told_by_its_scaled_positions(tmp_path: Path) -> None:
 def test_missing_ranks_and_pieces_are_named(tmp_path: Path) -> None:
     ranks = unpacked(tmp_path / "a", "mistral", in_two_ranks)
     (ranks / "mp_rank_00" / "model_weights.ckpt").unlink()
-    with pytest.raises(DamagedCheckpoint, match="1 ranks of tensor 2 x pipeline 1"):
+    with pytest.raises(DamagedCheckpoint, match="1 rank of tensor 2 x pipeline 1"):
         open_checkpoint(ranks)
     zarr = unpacked(tmp_path / "b", "mistral", in_zarr)
     (zarr / "model_weights" / "model.output_layer.weight" / "0.0").unlink()
@@ -257,7 +257,7 @@ def test_ranks_must_be_those_that_the_configuration_says(tmp_path: Path) -> None
     ranks = unpacked(tmp_path, "mistral", in_two_ranks, tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
     assert open_checkpoint(ranks).specs
     (ranks / "mp_rank_01").rename(tmp_path / "elsewhere")
-    with pytest.raises(DamagedCheckpoint, match="1 ranks of tensor 2 x pipeline 1"):
+    with pytest.raises(DamagedCheckpoint, match="1 rank of tensor 2 x pipeline 1"):
         open_checkpoint(ranks)
 
 

@@ -96,7 +96,7 @@ def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel
         (["parallel.tensor=3"], "4 ranks cannot hold"),
         (["parallel.tensor=2", "parallel.replicate=4"], "4 copies of the model of 2 tensor-parallel ranks"),
         (["parallel.tensor=2", "parallel.expert=4"], "does not divide the 2 ranks that share a copy"),
-        (["parallel.replicate=4", "parallel.expert=2"], "does not divide the 1 ranks that share a copy"),
+        (["parallel.replicate=4", "parallel.expert=2"], "does not divide the 1 rank that shares a copy"),
         (["parallel.sequence=true"], "parallel.tensor is 1"),
     ],
 )

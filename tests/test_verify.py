@@ -283,7 +283,8 @@ def test_of_two_families_the_settings_come_first_and_few_tensors_after_them(sour
     pico.save(tmp_path / "gpt2", "gpt2")
     found = compare(source, HuggingFaceReader(tmp_path / "gpt2"))
     first, _, worst, *_ = tables(found)
-    assert first.title == "Settings that differ" and "architectures" in first.rows[0][0]
+    assert first.title == "Settings that differ" and "architectures" in first.rows[1][0]
+    assert first.rows[0] == ("the family is llama in A, gpt2 in B",)
     assert len(worst.rows) == 5 and worst.title == f"{len(found.tensors)} tensors differ, the worst 5"
 
 

@@ -29,6 +29,7 @@ from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
@@ -178,7 +179,8 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
     passes = min(asked, max(1, rows // at_once))
     if passes == asked:
         return passes, ()
-    return passes, (f"{passes} passes instead of {asked}: the data has {rows} rows, {at_once} for a pass",)
+    have = f"the data has {counted(rows, 'row')}, {at_once} for a pass"
+    return passes, (f"{counted(passes, 'pass', 'passes')} instead of {asked}: {have}",)
 
 
 def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:

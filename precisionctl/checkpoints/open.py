@@ -16,9 +16,10 @@ _LOOKED_INTO, _SHOWN = 100, 10
 """Folders in one that is no checkpoint, and checkpoints among them that an error names."""
 
 
-def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
+def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, *, wanted: str = "") -> Reader:
     """A Reader for the checkpoint at `path`. In a Megatron directory of several iterations `iteration` selects one
-    (else the newest); `hints` say what a Megatron checkpoint does not say itself.
+    (else the newest); `hints` say what a Megatron checkpoint does not say itself. `wanted` says what to give in place
+    of a path that has nothing known in it; without it, that is what was looked for.
 
     Raises UnknownFormat if no container recognises it, or it is in a format that is not read (foreign.py);
     DamagedCheckpoint if it is recognised and broken.
@@ -33,10 +34,10 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
             _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
             return reader
     foreign.check_unread(path)
-    raise UnknownFormat("there is no checkpoint in a known format", where=path, do=_advice(path, containers))
+    raise UnknownFormat("there is no checkpoint in a known format", where=path, do=_advice(path, containers, wanted))
 
 
-def _advice(path: Path, containers: Sequence[Container]) -> str:
+def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
     """What to do about a directory that is no checkpoint."""
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
     found: list[str] = []
@@ -50,5 +51,5 @@ def _advice(path: Path, containers: Sequence[Container]) -> str:
     if found:
         return f"Did you mean {found[0]}?"
     if not inside:
-        return "The directory is empty."
-    return "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])
+        return f"The directory is empty. {wanted}".rstrip()
+    return wanted or "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])

@@ -14,6 +14,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
@@ -162,7 +163,9 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
         said.append("weight decay of norms and biases")
     if decaying and (undecayed := [name for group in spared for name in group.matrices()]):
-        more = f" and {len(undecayed) - 1} more matrices do" if len(undecayed) > 1 else " does"
+        more = (
+            f" and {counted(len(undecayed) - 1, 'more matrix', 'more matrices')} do" if len(undecayed) > 1 else " does"
+        )
         said.append(f"that `{undecayed[0]}`{more} not decay")
     return tuple(said)
 

@@ -31,6 +31,7 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import different_counts, number, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import has_file
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
@@ -76,12 +77,12 @@ def _read(directory: Path) -> SavedStates:
         raise DamagedCheckpoint("ranks have tensors of other names", where=directory, do="Is the copy whole?")
     copy = states[: _ranks_of_a_copy([state for _, state in states])]
     if len(states) % len(copy):
-        what = f"files of {len(states)} ranks, of which {len(copy)} have the model together"
+        what = f"files of {counted(len(states), 'rank')}, of which {len(copy)} have the model together"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     weights = {name: _joined([(path, state[name]) for path, state in copy], name) for name in first}
     optimizers = _rank_files(directory, "optim")
     if len(optimizers) not in (0, len(models)):
-        what = f"the optimizer of {len(optimizers)} ranks, the model of {len(models)}"
+        what = f"the optimizer of {counted(len(optimizers), 'rank')}, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     step = _STEP.fullmatch(directory.absolute().parent.name)
     files, left = [*models, *optimizers], ("the scheduler's counts",)

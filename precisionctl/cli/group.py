@@ -21,6 +21,7 @@ from precisionctl.errors import (
     RecipeError,
     SystemProblem,
     UnexpectedError,
+    meant,
     one_line,
 )
 
@@ -36,7 +37,17 @@ HubName of each parameter that has one."""
 _GENERAL = ("--json", "--quiet", "--verbose", "--debug", "--help")
 """Options of all commands, last in the help."""
 
-_PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+_PATH_ERRORS = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.EEXIST,
+}
 """Errors of the system for which a wrong path, or a lack of rights, is to blame."""
 
 _SHOWS_WHERE = "`precisionctl --debug ...` shows where."
@@ -188,11 +199,25 @@ def _wrong_usage(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption) and error.ctx:
+            error = _with_the_nearest(error, error.ctx)
         error.message = one_line(error.message)  # type: ignore[misc]  # final for type checkers alone
         if ctx.meta[_JSON]:
             do = f"`{error.ctx.command_path} --help` has all options." if error.ctx else ""
             print_json({"error": {"kind": "UsageError", "what": error.format_message(), "where": "", "do": do}})
-        raise
+        raise error from None
+
+
+_ALIKE = 0.7
+"""`--output` and `--out` are 0.77 alike; `--tp`, `--pp` and `--ep` 0.75, and exist wherever one of them does."""
+
+
+def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
+    """An unknown option, answered with the nearest that the help shows: click's own guesses are in alphabetical order,
+    and hidden ones among them."""
+    shown = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
+    nearest = meant(error.option_name, (name for param in shown for name in param.opts), _ALIKE)
+    return click.NoSuchOption(error.option_name, f"No such option '{error.option_name}'. {nearest}".rstrip(), ctx=ctx)
 
 
 def in_our_words(error: Exception) -> PrecisionctlError:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from precisionctl.checkpoints.hub import HubName
-from precisionctl.errors import UnknownFormat, meant, nearest_path
+from precisionctl.errors import DataError, UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
@@ -22,7 +22,6 @@ TOO_FAR = 3
 """Exit code of `compare` where a run is further from the first than its gate allows."""
 
 NEW_PATH = click.Path(path_type=Path)
-DATA = click.Path()  # or a name: of Megatron's data, which no file has, or of a data set on the Hub
 POSITIVE = click.IntRange(min=1)
 Callback = Callable[..., Any]
 
@@ -48,6 +47,22 @@ class ExistingPath(click.Path):
 
         if is_unfinished(Path(value)):
             self.fail(f"'{value}': {UNFINISHED}. {GOES_ON}", param, ctx)
+
+
+class DataPath(click.Path):
+    """A path of data, or a name: of Megatron's data, which no file has, of a split, or of a data set on the Hub. One
+    that leads nowhere is refused before the command imports PyTorch and reads a checkpoint."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from precisionctl.trainer.data.rows import check_path
+
+        try:
+            check_path(value)
+        except DataError as error:
+            self.fail(f"'{value}': {error.what}. {error.do}".rstrip(), param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class NewFile(click.Path):
@@ -85,7 +100,7 @@ class CheckpointPath(ExistingPath):
             self.fail(f"'{text}': {error.what}. {error.do}", param, ctx)
 
 
-CHECKPOINT, TOKENIZER = CheckpointPath(), CheckpointPath(weights=False)
+CHECKPOINT, TOKENIZER, DATA = CheckpointPath(), CheckpointPath(weights=False), DataPath()
 RUN, FILE, NEW_FILE = ExistingPath(), ExistingPath(dir_okay=False), NewFile()
 
 

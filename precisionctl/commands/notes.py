@@ -34,7 +34,7 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS
-from precisionctl.sizes import size
+from precisionctl.sizes import counted, size
 
 _NAMES = {
     "Megatron-Bridge": "The result has Megatron-Bridge's names, for modules of its own: Megatron-Core alone does not "
@@ -95,7 +95,7 @@ def _in_words(setting: object) -> str:
 def unread_notes(reader: Reader) -> Iterator[str]:
     """Notes on what nothing here reads of the run that saved the source."""
     if isinstance(reader, DcpModelReader) and reader.left:
-        yield f"Not carried over from the run: {len(reader.left)} tensors of its optimizer and other state."
+        yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
     if isinstance(reader, SavedStatesReader | DcpModelReader | HuggingFaceReader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
@@ -114,7 +114,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
             yield f"The optimizer stays behind: {error.what}."
         else:
             if optimizer:
-                what = f"{len(optimizer)} tensors, {size(sum(spec.nbytes for spec in optimizer.values()))}"
+                what = f"{counted(len(optimizer), 'tensor')}, {size(sum(spec.nbytes for spec in optimizer.values()))}"
                 yield f"The optimizer stays behind: {what}. The result is weights only."
     if not of_megatron(reader):
         return
@@ -122,16 +122,16 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
-        yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
+        yield f"Older FP8 state of {counted(len(names), 'module')}, which the run kept in BF16, stays behind."
 
 
 def adapter_notes(reader: Reader) -> Iterator[str]:
     """What an adapter does to its base."""
     if isinstance(reader, AdapterReader):
+        tensors = counted(len(reader.base.specs), "tensor")
         changed, replaced = len(reader.changes), len(reader.replaced)
         yield (
-            f"Of the base's {len(reader.base.specs)} tensors the adapter changes {changed} and replaces {replaced}; "
-            "the others are the base's."
+            f"Of the base's {tensors} the adapter changes {changed} and replaces {replaced}; the others are the base's."
         )
         if reader.named_base:
             yield f"The adapter names {shown(reader.named_base)} as its base; nothing here proves that this is it."
@@ -141,8 +141,8 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
     """A note that the base of an adapter has codes, where the result is to have values."""
     if isinstance(reader, AdapterReader) and reader.base.encodings:
         yield (
-            f"{len(reader.base.encodings)} weights of the base are codes; the result has all weights as values. "
-            "--to hf --precision fp8 makes codes again."
+            f"{counted(len(reader.base.encodings), 'weight of the base is', 'weights of the base are')} codes; the "
+            "result has all weights as values. --to hf --precision fp8 makes codes again."
         )
 
 
@@ -162,9 +162,10 @@ def tower_notes(plan: Plan) -> Iterator[str]:
         return
     towers = plan.towers
     yield (
-        f"Megatron has the text model of this {wrapper.model_type}; its towers, {len(towers.targets)} tensors, "
-        f"{size(towers.nbytes)}, are kept beside it as they are. A checkpoint that Megatron saves later has "
-        "none of them: give this one as its --reference on the way to Hugging Face."
+        f"Megatron has the text model of this {wrapper.model_type}; its towers, "
+        f"{counted(len(towers.targets), 'tensor')}, {size(towers.nbytes)}, are kept beside it as they are. A "
+        "checkpoint that Megatron saves later has none of them: give this one as its --reference on the way "
+        "to Hugging Face."
     )
 
 
@@ -236,8 +237,8 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
         )
     if te == 2 and expert_ranks:
         yield (
-            f"The experts' FP8 state is cut as Megatron cuts that of {expert_ranks} expert rank(s): a run with another "
-            "--expert-model-parallel-size mixes it up. Convert with its --ep."
+            f"The experts' FP8 state is cut as Megatron cuts that of {counted(expert_ranks, 'expert rank')}: a run "
+            "with another --expert-model-parallel-size mixes it up. Convert with its --ep."
         )
 
 
@@ -245,8 +246,9 @@ def state_notes(change: StateChange) -> Iterator[str]:
     """Notes on scales of weights that were computed from the weights instead of carried, and why."""
     if change.stale:
         yield (
-            f"The recorded weight amax of {len(change.stale)} modules does not fit the weights and is computed from "
-            "them. The state of their inputs may be of other weights too: only an explicit --fp8-state uses it."
+            f"The recorded weight amax of {counted(len(change.stale), 'module')} does not fit the weights and "
+            "is computed from them. The state of their inputs may be of other weights too: only an explicit "
+            "--fp8-state uses it."
         )
     modules = change.states.modules
     waiting = [  # modules with other roles to record; the weight is left out, as one of zeros never has a history
@@ -256,7 +258,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
     ]
     if waiting:
         yield (
-            f"Weight scales of {len(waiting)} modules come from the weights; their activations and "
+            f"Weight scales of {counted(len(waiting), 'module')} come from the weights; their activations and "
             "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
         )
 
@@ -264,9 +266,11 @@ def state_notes(change: StateChange) -> Iterator[str]:
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
     """That weights which were codes are values now, and how they become codes again."""
     formats = Counter(spec.codes_name for spec in encodings.weights.values())
-    counted = " and ".join(f"{count} weights were {name} codes" for name, count in formats.items())
+    were = " and ".join(
+        f"{counted(count, 'weight was', 'weights were')} {name} codes" for name, count in formats.items()
+    )
     yield (
-        f"{counted}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
+        f"{were}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
         "--precision fp8` writes the same codes again."
     )
 
@@ -274,9 +278,11 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
-        yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
+        weights = counted(count, "weight was", "weights were")
+        yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."
     if isinstance(reader, HuggingFaceReader) and (transposed := reader.transposed):
-        yield f"{len(transposed.specs)} weights were {transposed.words}. There is no way back to those codes."
+        weights = counted(len(transposed.specs), "weight was", "weights were")
+        yield f"{weights} {transposed.words}. There is no way back to those codes."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
@@ -296,7 +302,8 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_tol
 def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[str]:
     """A note on experts whose inputs were never recorded."""
     if count := unreached_experts(states, jobs):
-        yield f"{count} inputs of experts saw no token: their scales are of the largest amax of their layer's experts."
+        inputs = counted(count, "input of an expert", "inputs of experts")
+        yield f"{inputs} saw no token: the scale is of the largest amax of the layer's experts."
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
@@ -309,13 +316,13 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
             (again if job.row.wide_beside and reader.layout == "megatron" else rounded).extend(names)
     if rounded:
         yield (
-            f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
-            f"is {rounded[0]}."
+            f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} FP32 or FP16 in "
+            f"the source and BF16 in the result, the first is {rounded[0]}."
         )
     if again:
         yield (
-            f"{len(again)} norms are FP32 in Megatron so that no bit of BF16 is lost there, and BF16 again in the "
-            f"result: exact, unless they were trained. The first is {again[0]}."
+            f"{counted(len(again), 'norm is', 'norms are')} FP32 in Megatron so that no bit of BF16 is lost there, and "
+            f"BF16 again in the result: exact, unless they were trained. The first is {again[0]}."
         )
 
 
@@ -335,10 +342,10 @@ def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Pl
     if name and rounded:
         usual = next(GAUSSIAN_DB[scheme] for scheme, title in FOUR_BIT_NAMES.items() if title == name)
         yield (
-            f"{len(rounded)} weights are rounded to {name}: Gaussian ones keep {usual} dB of signal over rounding "
-            f"(FP8 keeps 31), those with outliers less. `precisionctl inspect {request.source} --fp8` says beforehand "
-            f"what each kind loses, `precisionctl eval {request.destination} --data FILE --against {request.source}` "
-            "what it costs the model."
+            f"{counted(len(rounded), 'weight is', 'weights are')} rounded to {name}: Gaussian ones keep {usual} dB of "
+            f"signal over rounding (FP8 keeps 31), those with outliers less. "
+            f"`precisionctl inspect {request.source} --fp8` says beforehand what each kind loses, "
+            f"`precisionctl eval {request.destination} --data FILE --against {request.source}` what it costs the model."
         )
 
 

@@ -195,14 +195,17 @@ def _with_rest_of(reference: Companions, own: Companions) -> Companions:
     return Companions({**reference.files, **own.files}, tuple(sorted({*reference.code, *own.code})), own.notes)
 
 
+_REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."
+
+
 def _companions_of(reference: Path) -> Companions:
     """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
     has none."""
     if (reference / "config.json").is_file():
         return read_companions(reference)
-    companions = open_checkpoint(reference).companions
+    companions = open_checkpoint(reference, wanted=_REFERENCE).companions
     if "config.json" not in companions.files:
-        raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")
+        raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)
     return companions
 
 

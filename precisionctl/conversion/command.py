@@ -162,9 +162,9 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
         with open_share_journal(command.output, ranks.rank) as journal:
             yield journal
         return
+    check_room(command)  # first, so that a refusal leaves nothing, and with `restart` takes nothing away
     files = command.reader.files
     with open_journal(command.output, command.digest, files, ranks=ranks.count, restart=restart) as journal:
-        check_room(command)
         ranks.tell("begun", about)
         yield journal
 

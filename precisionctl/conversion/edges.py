@@ -11,6 +11,7 @@ from precisionctl.fp8.group_scales import MXFP4_GROUP
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS, Scales
+from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "exact", "in reach", "rounded"]
 """What becomes of codes whose values have not changed. `same`: they are the same; `exact`: others, of the same values;
@@ -79,7 +80,7 @@ def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:
 def edge_notes(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
     """Before a conversion: which kind of edge weights of four bits take."""
     for edge, count in Counter(edges(encodings, plan).values() if encodings else ()).items():
-        yield f"{count} weights {edge}: {_IN_WORDS[edge.kind]}."
+        yield f"{counted(count, 'weight')} {edge}: {_IN_WORDS[edge.kind]}."
 
 
 def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, plan: Plan) -> Iterator[str]:

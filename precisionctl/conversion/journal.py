@@ -18,6 +18,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import DamagedCheckpoint, OutputError
+from precisionctl.sizes import counted
 
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
@@ -135,9 +136,10 @@ def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: 
     if not text:
         output.journal.unlink()  # opening it has created it
     ranks = lines[0].get("ranks") if lines else None
-    if ranks is not None and _is_of(lines, {**header, "ranks": ranks}):
+    if type(ranks) is int and _is_of(lines, {**header, "ranks": ranks}):
         raise OutputError(
-            f"unfinished output of the same conversion is there, by {ranks} ranks, and now there are {header['ranks']}",
+            f"unfinished output of the same conversion is there, by {counted(ranks, 'rank')} instead of "
+            f"{header['ranks']}",
             where=output.journal,
             do=f"Run it with {ranks} to continue, or with --restart to discard that.",
         )

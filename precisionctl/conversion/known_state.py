@@ -16,6 +16,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, merged, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.sizes import counted
 
 NOT_KNOWN = ""
 """A digest that no weights have: state with it is never used again."""
@@ -119,4 +120,4 @@ def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str
         yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway."
     both = own.modules.keys() & given.modules.keys() if own else ()
     instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
-    yield f"The FP8 state of {len(given.modules)} modules is taken from {file}{instead}."
+    yield f"The FP8 state of {counted(len(given.modules), 'module')} is taken from {file}{instead}."

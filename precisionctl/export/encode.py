@@ -22,6 +22,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -259,10 +260,11 @@ def in_scheme(
     refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
+        weights = counted(len(refused), "weight has a shape", "weights have shapes")
         blocks = form.scheme == "block" or form.scheme in FOUR_BITS
         others = "--scheme static or dynamic, which have no blocks, or " if blocks else ""
         raise PrecisionError(
-            f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
+            f"{weights} that the engine refuses, the first is `{name}`: {why}",
             do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
             "them; or name modules in --exclude, or keep_bf16 of a --recipe.",
         )

@@ -14,6 +14,7 @@ from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: st
     MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state."""
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
-        what = f"scales for the inputs of {len(modules)} modules, e.g. `{next(iter(modules), '')}`, are unknown"
+        of = f"{counted(len(modules), 'module')}, e.g. `{next(iter(modules), '')}`,"
+        what = f"scales for the inputs of {of} are unknown"
         raise MissingFp8State(f"{why_no_state}: {what}", do=_RECORD)
     amaxes = {}
     for job in jobs:

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
-from precisionctl.sizes import size
+from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 NAME = "README.md"
@@ -80,7 +80,7 @@ class Card:
         yield f"{what} In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
-        yield f"| source | {reader.container}{when}, {size(nbytes)} in {len(reader.files)} file(s) |"
+        yield f"| source | {reader.container}{when}, {size(nbytes)} in {counted(len(reader.files), 'file')} |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
         yield f"| made by | precisionctl {__version__}, torch {torch_version()}; see `precisionctl/manifest.json` |"
         yield ""

@@ -27,6 +27,7 @@ from precisionctl.mcore.core_world import CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
@@ -121,7 +122,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
     each = sizes.tensor * sizes.pipeline * sizes.context
     if ranks % each or (ranks // sizes.pipeline) % (sizes.tensor * sizes.expert):
         raise RecipeError(
-            f"{ranks} ranks cannot be divided into tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
+            f"{counted(ranks, 'rank')} cannot be divided into tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
             f"context {sizes.context}, with experts on {sizes.expert}",
             do="tensor x pipeline x context must divide the ranks, and tensor x expert those of a pipeline stage.",
         )
@@ -288,7 +289,7 @@ def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
     sizes = plan.recipe.parallel
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
-    yield f"megatron-core {version('megatron-core')} trains on {ranks} ranks: {split}"
+    yield f"megatron-core {version('megatron-core')} trains on {counted(ranks, 'rank')}: {split}"
     yield from plan.notes()
     if plan.recipe.train.async_save:
         yield "train.async_save: Megatron-Core's checkpoints are written while the run waits"

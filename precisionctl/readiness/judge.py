@@ -16,6 +16,7 @@ from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.patterns import shortened
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
+from precisionctl.sizes import counted
 
 Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
 
@@ -91,7 +92,7 @@ class Verdict:
         if self.margin:
             in_bf16 += f"; {self.margin} saturate and want a margin, or current scaling"
         if self.recalibrate:
-            return f"calibrate first ({self.recalibrate} modules), then {in_bf16}"
+            return f"calibrate first ({counted(self.recalibrate, 'module')}), then {in_bf16}"
         if self.unjudged:
             return f"not known yet; so far {in_bf16}"
         return f"ready, {in_bf16}"
@@ -210,11 +211,10 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
     if history.infinite:
         yield RoleFinding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
     if history.growth is not None and history.growth > GROWTH.value:
-        yield RoleFinding(
-            "watch", "growth", SCALINGS, f"amax has grown {history.growth:.3g} times within {history.rows} rows"
-        )
+        what = f"amax has grown {history.growth:.3g} times within {counted(history.rows, 'row')}"
+        yield RoleFinding("watch", "growth", SCALINGS, what)
     if history.silent:
-        yield RoleFinding("watch", "silent", ("delayed",), f"{history.silent} experts recorded nothing")
+        yield RoleFinding("watch", "silent", ("delayed",), f"{counted(history.silent, 'expert')} recorded nothing")
 
 
 def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:

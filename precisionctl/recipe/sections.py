@@ -106,6 +106,11 @@ class Data:
         if self.path and self.blend:
             raise RecipeError("data.path and data.blend are both given", do="Put the path into the blend.")
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all data to train on."""
+        return tuple(share.path for share in self.blend) or (self.path,)
+
 
 @dataclass(frozen=True)
 class Optimizer:

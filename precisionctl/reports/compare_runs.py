@@ -10,6 +10,7 @@ from typing import Any
 from precisionctl.errors import DataError
 from precisionctl.reports.curves import Curve, read_curves, read_shadows, relative
 from precisionctl.reports.table import Table, percent
+from precisionctl.sizes import counted
 from precisionctl.trainer.saved.run_folder import differing_settings, settings_of
 
 LAST_STEPS = 100
@@ -67,8 +68,8 @@ class RunComparison:
         for gap in self.gaps:
             if gap.averaged < self.last:
                 raise DataError(
-                    f"{gap.run} has {gap.steps} steps in common with {self.curves[0].name}, and a gate takes the mean "
-                    f"of {self.last}",
+                    f"{gap.run} has {counted(gap.steps, 'step')} in common with {self.curves[0].name}, and "
+                    f"a gate takes the mean of {self.last}",
                     do=f"Train for longer, or judge fewer steps: --last {gap.steps}.",
                 )
         return [gap for gap in self.gaps if not abs(gap.mean) <= limit]
@@ -78,7 +79,7 @@ class RunComparison:
         beyond = self.beyond(limit)
         gaps = ", ".join(f"{gap.run} {percent(gap.mean)}" for gap in beyond or self.gaps)
         how = "Further than" if beyond else "Within"
-        return f"{how} {limit:.2%} of {self.curves[0].name} over the last {self.last} steps: {gaps}."
+        return f"{how} {limit:.2%} of {self.curves[0].name} over the last {counted(self.last, 'step')}: {gaps}."
 
     def as_json(self, limit: float | None = None) -> dict[str, Any]:
         """Gaps as ratios, not percents. `within` is the verdict of a gate at `limit`; both are null without one."""

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.evaluate import Evaluation
+from precisionctl.sizes import counted
 
 
 def lines(found: Evaluation, sequence_length: int) -> list[str]:
     """Perplexity on rows of the `sequence_length` that was wanted, or the longest that the models take; and the
     comparison with the reference if there is one."""
-    text = f"{found.tokens:,} tokens in rows of {found.sequence_length:,}"
+    text = f"{counted(found.tokens, 'token')} in rows of {found.sequence_length:,}"
     if found.sequence_length < sequence_length:
         text += f" (not {sequence_length:,}: the model takes no longer ones)"
     lines = [f"perplexity {found.perplexity:.4f} over {text}, {found.precision}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.dcp_model import DcpModelReader
+from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
@@ -28,7 +29,7 @@ from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, 
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table
-from precisionctl.sizes import size
+from precisionctl.sizes import counted, size
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def describe(reader: Reader) -> Description:
         "architecture": model.model_type if model else None,
         "iteration": reader.iteration,
         "parameters": sum(spec.rows * spec.columns for spec in specs),
-        "tensors": len(reader.specs),
+        "tensors": _tensors(reader.specs),
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "parts": _parts(reader) if model and model.wrapper else None,
@@ -94,18 +95,22 @@ def _cut(reader: Reader) -> dict[str, int] | None:
     return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
 
 
+def _tensors(names: Iterable[str]) -> int:
+    """The number of stored tensors: experts that are one in the file are one."""
+    return len({stored_name(name)[0] for name in names})
+
+
 def _parts(reader: Reader) -> dict[str, dict[str, int]]:
     """How much of a wrapper is its text model, and how much its towers."""
     towers = tower_names(reader).values()
     parts = {"text": [name for name in reader.specs if name not in towers], "towers": towers}
-    specs = {part: [reader.specs[name] for name in names] for part, names in parts.items()}
     return {
         part: {
-            "tensors": len(those),
-            "parameters": sum(spec.rows * spec.columns for spec in those),
-            "bytes": sum(spec.nbytes for spec in those),
+            "tensors": _tensors(names),
+            "parameters": sum(reader.specs[name].rows * reader.specs[name].columns for name in names),
+            "bytes": sum(reader.specs[name].nbytes for name in names),
         }
-        for part, those in specs.items()
+        for part, names in parts.items()
     }
 
 
@@ -239,13 +244,13 @@ def _by_role(fp8: Description) -> Table:
 def summary(description: Description) -> Table:
     """What the checkpoint is."""
     names = description["stored_names"]
-    files = f"{description['files']} file{'s' * (description['files'] > 1)}"
+    files, tensors = counted(description["files"], "file"), counted(description["tensors"], "tensor")
     rows = [
         ("container", description["container"]),
         ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
         ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
-        ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors, {files}"),
+        ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
         *_part_rows(description),
         *(_shape_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
@@ -267,7 +272,7 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
         return []
     titles = {"text": f"text model, {description['model']['architecture']}", "towers": "towers, as they are"}
     return [
-        (titles[part], f"{each['parameters']:,} in {each['tensors']} tensors, {size(each['bytes'])}")
+        (titles[part], f"{each['parameters']:,} in {counted(each['tensors'], 'tensor')}, {size(each['bytes'])}")
         for part, each in parts.items()
     ]
 
@@ -281,7 +286,7 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
         ("attention", _attention(model)),
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
-        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+        ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
     ]
 
 
@@ -297,7 +302,7 @@ def _optimizer_words(optimizer: Description | None) -> str:
         return "none"
     if "unreadable" in optimizer:
         return f"cannot be read: {optimizer['unreadable']}"
-    return f"{optimizer['tensors']} tensors, {size(optimizer['bytes'])}"
+    return f"{counted(optimizer['tensors'], 'tensor')}, {size(optimizer['bytes'])}"
 
 
 def _coded_row(description: Description) -> tuple[str, str]:
@@ -312,14 +317,14 @@ def _coded_row(description: Description) -> tuple[str, str]:
 
 def _attention(model: Mapping[str, Any]) -> str:
     if model["mla"]:
-        return f"{model['num_attention_heads']} heads of latents of {model['mla']['kv_lora_rank']}"
-    return f"{model['num_attention_heads']} heads, {model['num_query_groups']} key-value groups"
+        return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}"
+    return f"{counted(model['num_attention_heads'], 'head')}, {counted(model['num_query_groups'], 'key-value group')}"
 
 
 def _experts(moe: Mapping[str, Any]) -> str:
     shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
     each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
-    return f"{each}{shared}, in {sum(moe['layer_freq'])} layers"
+    return f"{each}{shared}, in {counted(sum(moe['layer_freq']), 'layer')}"
 
 
 def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
@@ -331,11 +336,11 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     recorded = fp8["recorded_at_iteration"]
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
-    ago = f", {age} steps ago" if age else ""
+    ago = f", {counted(age, 'step')} ago" if age else ""
     others = {True: "", False: ", with other weights than these: not used", None: "; not compared with weights"}
     rows = [
         ("FP8 recipe", words),
-        ("FP8 state", f"{len(fp8['modules'])} modules, {when}{ago}{others[fp8['of_these_weights']]}"),
+        ("FP8 state", f"{counted(len(fp8['modules']), 'module')}, {when}{ago}{others[fp8['of_these_weights']]}"),
     ]
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))

@@ -10,7 +10,7 @@ from precisionctl.param import ONE_RANK, STATE
 from precisionctl.planning.checks import without_numbers
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.reports.table import Table
-from precisionctl.sizes import size
+from precisionctl.sizes import counted, size
 
 _LINES = 200
 """Most kinds that are shown: a stranger's names may all differ."""
@@ -31,7 +31,8 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
         rows.append((kind, *counts, ", ".join(dtypes), nbytes))
     if len(by_kind) > _LINES:
         rows.append((f"... and {len(by_kind) - _LINES} more", "-", "-", "-", "-", "-"))
-    title = f"{plan.model.model_type}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
+    title = f"{plan.model.model_type}, {plan.source} to {plan.target}: "
+    title += f"{counted(len(plan.jobs), 'job')}, {size(plan.nbytes)}"
     time = "" if expected.seconds is None else f"{expected.seconds:.1f} s, by a short probe of this disk"
     cost = [
         ("tensors", f"{len(plan.targets)}"),

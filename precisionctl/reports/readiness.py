@@ -15,6 +15,7 @@ from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.patterns import split_name
 from precisionctl.readiness.thresholds import ALL, PASSES
 from precisionctl.reports.table import Table
+from precisionctl.sizes import counted
 
 SHOWN = 12
 """Rows of findings shown on a terminal; the page and JSON have all."""
@@ -87,7 +88,7 @@ def tables(readiness: Readiness) -> list[Table]:
     found += four_bit_tables(readiness)
     everything = findings(readiness)
     left = len(everything.rows) - SHOWN
-    title = f"{everything.title}; {left} more rows in --json and --html" if left > 0 else everything.title
+    title = f"{everything.title}; {counted(left, 'more row')} in --json and --html" if left > 0 else everything.title
     return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
 
 

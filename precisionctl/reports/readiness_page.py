@@ -25,6 +25,7 @@ from precisionctl.reports.readiness import (
     to_measure,
 )
 from precisionctl.reports.table import Table
+from precisionctl.sizes import counted
 
 _CARDS = """
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1.2rem 0 }
@@ -51,7 +52,8 @@ def whole_page(description: Description, readiness: Readiness) -> str:
     limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
         paragraph(
-            f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}."
+            f"{description['architecture']}, {counted(model['num_layers'], 'layer')} of "
+            f"hidden size {model['hidden_size']}{when}."
         ),
         _cards(readiness),
         paragraph(rests_on(readiness)),

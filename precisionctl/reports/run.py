@@ -8,7 +8,7 @@ from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent
-from precisionctl.sizes import size
+from precisionctl.sizes import counted, size
 from precisionctl.trainer.data.corpus import Corpus
 from precisionctl.trainer.data.megatron import BIN, IDX, LEARNED
 from precisionctl.trainer.measure.metrics import StepMetrics
@@ -37,7 +37,8 @@ def dry_run(dry: DryRun) -> list[str]:
     parameters = sum(spec.rows * spec.columns for spec in plan.source.specs.values())
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
-    rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"
+    rows = f"{counted(train.batch_size, 'row')} of {plan.recipe.data.sequence_length}, "
+    rows += f"{train.micro_batch_size} in a pass"
     lines = [
         f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {_taken(dry)}, "
         f"{computed(plan)}{several}",
@@ -67,7 +68,8 @@ def _disk(space: DiskSpace) -> list[str]:
     if space.each > space.free:
         lines.append("It does not fit. Make room, or choose another --out.")
     elif not space.holds_all:
-        lines.append(f"  {space.more} more at a time (train.keep and the one that is written) do not fit: make room")
+        these = f"{space.more} more at a time (train.keep and the one that is written)"
+        lines.append(f"  {these} {'does' if space.more == 1 else 'do'} not fit: make room")
     return lines
 
 
@@ -137,8 +139,9 @@ def corpus(made: Corpus, out: Path) -> list[str]:
         if made.learned is None
         else ["Megatron's files cannot mark the tokens to learn, so Megatron learns from all tokens."]
     )
+    documents, tokens = counted(made.documents, "document"), counted(made.tokens, "token")
     return [
-        f"Wrote {out}{BIN} and {out}{IDX}: {made.documents:,} documents, {made.tokens:,} tokens{of_them}.",
+        f"Wrote {out}{BIN} and {out}{IDX}: {documents}, {tokens}{of_them}.",
         *made.notes,
         *masked,
     ]
@@ -152,8 +155,9 @@ def calibrated(made: Calibrated) -> list[str]:
         role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
     )
     counts = ", ".join(f"{role} {count}" for role, count in recorded.items())
+    passes, rows = counted(made.passes, "pass", "passes"), counted(made.rows, "row")
     return [
-        f"Wrote {made.out}: {made.passes} passes of {made.rows} row{'s' * (made.rows > 1)}; recorded {counts}.",
+        f"Wrote {made.out}: {passes} of {rows}; recorded {counts}.",
         *made.notes,
         f"Give it to resume, convert or export-inference: --fp8-state {made.out}",
     ]

@@ -6,6 +6,7 @@ from typing import get_args
 
 from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
+from precisionctl.sizes import counted
 from precisionctl.verify.code_comparison import CodesComparison
 from precisionctl.verify.compare import Comparison, Status, TensorComparison
 from precisionctl.verify.engine_rules import NO_CODES
@@ -51,9 +52,9 @@ def verdict(comparison: Comparison) -> str:
         statuses = Counter(tensor.status for tensor in comparison.tensors)
         words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
         words += [f"{n} rounded to BF16"] if (n := statuses["rounded"]) else []
-        return f"The same: {', '.join([f'all {count} tensors', *words])}."
-    differing = "1 setting" if settings == 1 else f"{settings} settings"
-    found = {f"{different} of {count} tensors": different, differing: settings, "FP8 state": states}
+        return f"The same: {', '.join(['all ' + counted(count, 'tensor'), *words])}."
+    of_all = f"{different:,} of {counted(count, 'tensor')}"
+    found = {of_all: different, counted(settings, "setting"): settings, "FP8 state": states}
     return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
 
 
@@ -97,7 +98,8 @@ def _worst(different: Sequence[TensorComparison], most: int) -> Table:
         (t.name, _status(t), t.dtypes, *map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ",")))
         for t in worst
     ]
-    title = f"{len(different)} tensors differ" + (f", the worst {most}" if len(different) > most else "")
+    title = counted(len(different), "tensor differs", "tensors differ")
+    title += f", the worst {most}" if len(different) > most else ""
     return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error", "values that differ"), rows)
 
 

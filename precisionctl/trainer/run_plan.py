@@ -166,7 +166,7 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
         with open_tokenizer(plan.source.companions) as tokenizer:
             tokenizer.check()
             for data in filter(None, (plan.recipe.data, plan.held_out)):
-                for path in [share.path for share in data.blend] or [data.path]:
+                for path in data.paths:
                     check_there(path)
         saved, train = run_in_folder(plan), plan.recipe.train
         step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)

@@ -13,6 +13,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
+from precisionctl.trainer.data.rows import check_path
 from precisionctl.trainer.measure.tracking import require
 from precisionctl.trainer.saved.loading import Load, StatePart
 
@@ -59,7 +60,8 @@ class Settings:
 
 def read_recipe(settings: Settings) -> Recipe:
     """The recipe with the command line's overrides; if none is named, the plain one of the precision. Raises
-    RecipeError for settings that contradict each other or the recipe."""
+    RecipeError for settings that contradict each other or the recipe, DataError for data that is not there: both are
+    known before anything large is read."""
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
@@ -92,7 +94,10 @@ def read_recipe(settings: Settings) -> Recipe:
         raise RecipeError(
             "--collect-amax is for BF16 runs: an FP8 run records amaxes anyway", do="Leave --collect-amax out."
         )
-    return with_data(recipe, settings.data)
+    recipe = with_data(recipe, settings.data)
+    if recipe.data.held_out:
+        check_path(recipe.data.held_out)
+    return recipe
 
 
 def is_guarded(recipe: Recipe) -> bool:
@@ -101,11 +106,14 @@ def is_guarded(recipe: Recipe) -> bool:
 
 
 def with_data(recipe: Recipe, data: StrPath | None) -> Recipe:
-    """The recipe with the data that the command line names, if any. Raises RecipeError if neither names data."""
+    """The recipe with the data that the command line names, if any. Raises RecipeError if neither names data,
+    DataError if there is none where one of them says."""
     if data:
         recipe = replace(recipe, data=replace(recipe.data, path=str(data), blend=()))
     if not (recipe.data.path or recipe.data.blend):
         raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
+    for path in recipe.data.paths:
+        check_path(path)
     return recipe
 
 

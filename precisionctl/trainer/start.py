@@ -29,6 +29,7 @@ from precisionctl.fp8.carry import (
 )
 from precisionctl.fp8.numerics import amax
 from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.sizes import counted
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.loop import backward
@@ -176,7 +177,7 @@ def unused(
     rests = [states.without(linears) for states in (*state.usable, state.outdated, sidecar_state) if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
-    notes = (f"older FP8 state of {len(left)} modules is left behind, e.g. of {left[0]}",) if left else ()
+    notes = (f"older FP8 state of {counted(len(left), 'module')} is left behind, e.g. of {left[0]}",) if left else ()
     return kept, notes
 
 
@@ -218,7 +219,7 @@ def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[Stat
     for source, consequence in _INCOMPLETE.items():
         modules = [name for name, roles in sources.items() if any(counts[source] for counts in roles.values())]
         if modules:
-            notes.append(f"{len(modules)} modules have {consequence}, e.g. {modules[0]}")
+            notes.append(f"{counted(len(modules), 'module has', 'modules have')} {consequence}, e.g. {modules[0]}")
     return tuple(notes)
 
 

@@ -1,9 +1,14 @@
 """Copies between host and GPU without waiting: while a host waits, it queues no work, and the GPU runs idle."""
 
-import time
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import time
+from typing import TYPE_CHECKING
+
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -38,7 +43,7 @@ class DeviceEvent:
         if self._event:
             self._event.synchronize()
 
-    def seconds_until(self, later: "DeviceEvent") -> float:
+    def seconds_until(self, later: DeviceEvent) -> float:
         """Seconds between two events; waits for the later one."""
         if self._event is None or later._event is None:
             return later._time - self._time

@@ -111,7 +111,9 @@ def compare(
     )
     found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
     configs, *scales = (lines for lines, _ in found)
-    settings = [*configs, *_setting_differences(a, b), *(line for lines in scales for line in lines)]
+    of_models = list(_setting_differences(a, b))
+    families = [_other_family(a, b)] if of_models and a.model.model_type != b.model.model_type else []
+    settings = [*families, *configs, *of_models, *(line for lines in scales for line in lines)]
     left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
     if isinstance(optimizers, str):
         left_out += of_keys("one optimizer", [optimizers] if optimizers else [])
@@ -174,6 +176,11 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
     for field, (mine, others) in a.model.differences(b.model).items():
         yield f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
+
+
+def _other_family(a: Reader, b: Reader) -> str:
+    """The reason for the other differences, where there are any: two families may also compute alike."""
+    return f"the family is {a.model.model_type} in A, {b.model.model_type} in B"
 
 
 def _in_words(setting: object) -> str:

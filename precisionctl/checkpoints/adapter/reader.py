@@ -26,6 +26,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import has_file
 
 PREFIX = "base_model.model."
@@ -193,7 +194,7 @@ class AdapterReader:
         rows, columns = self._spec_of(a)[0], self._spec_of(b)[1]
         rank = rows // experts
         if rows != columns or rows % experts or not 0 < rank <= _LARGEST_RANK:
-            what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {experts} expert(s)"
+            what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {counted(experts, 'expert')}"
             raise DamagedCheckpoint(what, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
         if rank not in self._config.ranks:
             raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}")

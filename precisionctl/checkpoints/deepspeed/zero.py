@@ -40,6 +40,7 @@ from precisionctl.checkpoints.trainer_run import different_counts, number, store
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
+from precisionctl.sizes import counted
 
 _PARAM = "param"
 _VALUES = (DType.float32, DType.bfloat16, DType.float16)
@@ -59,7 +60,7 @@ def read_zero(directory: Path) -> SavedStates:
     ranks = len(contents)
     stage = contents[0].stage
     if any(rank.stage != stage for rank in contents) or any(count not in (None, ranks) for count in _counts(contents)):
-        what = f"files of {ranks} ranks, which say {shown(contents[0].said_ranks)} ranks and ZeRO {stage}"
+        what = f"files of {counted(ranks, 'rank')}, which say {shown(contents[0].said_ranks)} ranks and ZeRO {stage}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     found: dict[str, dict[str, FlatTensor]] = {}
     for kind in (_PARAM, *contents[0].moments):

@@ -18,6 +18,7 @@ from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import ColumnOrder, Directions
 from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import BY_TE, CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -192,18 +193,18 @@ class _Decoding:
             known = bool(self._recipe_fields)
             rest = "the rest from the run's arguments" if known else "margin 0 and algorithm max are assumed"
             yield (
-                f"FP8 state of {len(self._assumed)} modules is of TE before 2.0 and has no recipe: format and history "
-                f"length are known from it, {rest}. --recipe says otherwise."
+                f"FP8 state of {counted(len(self._assumed), 'module')} is of TE before 2.0 and has no recipe: "
+                f"format and history length are known from it, {rest}. --recipe says otherwise."
             )
         if self._differ:
             yield (
-                f"FP8 state of {len(self._differ)} modules differs between ranks, which did not reduce their amaxes: "
-                "the largest amaxes and the smallest scales are taken."
+                f"FP8 state of {counted(len(self._differ), 'module')} differs between ranks, which did not reduce "
+                "their amaxes: the largest amaxes and the smallest scales are taken."
             )
         for order, modules in self._orders.items():
             what = {"role": "role by role, as TE up to 2.2", "gemm": "expert by expert, as TE since 2.3"}[order]
             told = ", as told" if self._experts.order else ""
-            yield f"FP8 state of the experts in {len(modules)} modules is read {what}{told}."
+            yield f"FP8 state of the experts in {counted(len(modules), 'module')} is read {what}{told}."
 
 
 def _recipe_fields(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat, shown
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.sizes import counted
 
 _CONFIG = "model_config.yaml"
 _SHARDED, _STATE = "model_weights", "model_weights.ckpt"
@@ -141,7 +142,7 @@ class NemoRanks(_Nemo, LegacyReader):
         sizes = (("tensor", tensor), ("pipeline", pipeline))
         said = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
         if said != [tensor, pipeline] or len(found) != tensor * pipeline:
-            what = f"{len(found)} ranks of tensor {shown(said[0])} x pipeline {shown(said[1])}"
+            what = f"{counted(len(found), 'rank')} of tensor {shown(said[0])} x pipeline {shown(said[1])}"
             raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]

@@ -1,17 +1,22 @@
 """Batches: tokens, labels, a padding mask and, with packing, where the sequences in a row begin and end."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from precisionctl.fp8.numerics import MX_BLOCK
-from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.torch_when_used import torch
 from precisionctl.trainer.transfers import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from precisionctl.trainer.model.positions import PackedSequences
 
 IGNORED = -100
 """The label of a position that is not a target: torch's default `ignore_index`."""
@@ -41,7 +46,7 @@ class Batch:
     labels: Tensor
     padding_mask: Tensor
     packed: PackedSequences | None = None
-    on_host: "Batch | None" = None
+    on_host: Batch | None = None
 
     @property
     def targets(self) -> int:
@@ -61,7 +66,7 @@ class Batch:
         texts = torch.split(mask.flatten(), list(self.packed.lengths))
         return [len(text) for text in texts if bool(text[0])]
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> Batch:
         tokens, labels, mask = (to_device(tensor, device) for tensor in (self.tokens, self.labels, self.padding_mask))
         return Batch(tokens, labels, mask, self.packed, self)
 
@@ -69,6 +74,8 @@ class Batch:
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
     """A batch of rows of pieces, padded at the right with the token `padding` to the longest row, rounded up so that
     each of `ranks` ranks that divide the tokens gets a multiple of MX_BLOCK, as FP8 GEMMs need under any scaling."""
+    from precisionctl.trainer.model.positions import PackedSequences  # takes PyTorch with it
+
     filled = max(sum(piece.positions for piece in row) for row in rows)
     multiple = MX_BLOCK * ranks
     width = -(-filled // multiple) * multiple

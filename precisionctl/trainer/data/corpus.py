@@ -94,9 +94,10 @@ def make_corpus(
                 file,
                 OutputError("another process is writing this result", where=partial, do="Wait for it, or stop it."),
             )
-            tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
-            begun = Corpus(key_of(source.identity, tokenizers[0]), 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4)
             try:
+                tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
+                code = 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4
+                begun = Corpus(key_of(source.identity, tokenizers[0]), code)
                 made = _begin(partial, out, begun)
                 if not made.written:
                     made = _write(partial, made, _told(source.records(), on_text), tokenizers)

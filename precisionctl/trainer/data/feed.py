@@ -1,13 +1,14 @@
 """The rows that each rank takes, and their batches."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
-import torch
-
 from precisionctl.errors import DataError
 from precisionctl.recipe import Train
+from precisionctl.torch_when_used import torch
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import Rows

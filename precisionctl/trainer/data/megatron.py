@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
+from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.store import FIRST, About, Samples, Tokens, cached_folder, key_of, mapped, stats_of
 
@@ -38,7 +39,7 @@ def prefix_of(path: Path) -> Path | None:
         prefix = path.with_suffix("")
     elif not path.exists() and with_suffix(path, IDX).is_file():
         prefix = path
-    elif path.suffix == BIN:
+    elif path.suffix == BIN and path.exists():
         raise DataError("the .idx beside Megatron's .bin is missing", where=path)
     else:
         return None
@@ -163,7 +164,8 @@ def _look_through(
         return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())
-    without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
+    documents = counted(unended, "document does", "documents do")
+    without = f"{documents} not end in the tokenizer's end-of-text token; nothing else divides them"
     return About(len(ids), None, largest, digest.hexdigest(), end, [without] if unended else [])
 
 

@@ -1,13 +1,16 @@
 """The order in which rows are taken. A position in it is a single number."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 from math import gcd, lcm
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from precisionctl.torch_when_used import torch
 
 LONGEST_PERIOD = 1_000_000
 """Most rows until the order of the data sets repeats. Weights that would need more are rounded."""

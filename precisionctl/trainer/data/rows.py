@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from precisionctl.commands.request import StrPath
 from precisionctl.errors import DataError
+from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.formats.find import source_of
+from precisionctl.trainer.data.formats.find import check_named, source_of
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
 
@@ -160,7 +161,7 @@ def load_rows(
     count = (len(tokens.ids) - 1) // sequence_length
     if count < 1:
         raise DataError(
-            f"{len(tokens.ids)} tokens are fewer than one row of {sequence_length}",
+            f"{counted(len(tokens.ids), 'token is', 'tokens are')} fewer than one row of {sequence_length}",
             where=data,
             do="Give more text or a smaller data.sequence_length.",
         )
@@ -173,6 +174,12 @@ def load_rows(
         tokens.about.digest,
         tuple(tokens.about.notes),
     )
+
+
+def check_path(data: StrPath) -> None:
+    """Raise DataError if the path of some data leads nowhere; no folder is read, and of the Hub nothing is asked."""
+    if megatron.prefix_of(Path(data)) is None:
+        check_named(data)
 
 
 def check_there(data: StrPath) -> None:
@@ -191,9 +198,9 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
         raise DataError("no conversation has text of the assistant to learn", where=data)
     notes = list(tokens.about.notes)
     if longer := int((sizes > length + 1).sum()):
-        notes.append(f"{longer} conversations were cut to {length} tokens")
+        notes.append(f"{counted(longer, 'conversation was', 'conversations were')} cut to {counted(length, 'token')}")
     if empty := int((~kept).sum()):
-        notes.append(f"{empty} conversations were left out: nothing in them to learn")
+        notes.append(f"{counted(empty, 'conversation was', 'conversations were')} left out: nothing there to learn")
     starts, sizes = starts[kept], cut[kept]
     first = np.arange(len(sizes) + 1)
     if packing:
@@ -202,7 +209,8 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, d
         first = np.cumsum([0, *map(len, packed)])
         starts, sizes = starts[order], sizes[order]
         full = (sizes - 1).sum() / (len(packed) * length)
-        notes.append(f"{len(sizes)} conversations are packed into {len(packed)} rows, which are {full:.0%} full")
+        conversations = counted(len(sizes), "conversation is", "conversations are")
+        notes.append(f"{conversations} packed into {counted(len(packed), 'row')}, {full:.0%} full")
     where = VariableRows(first.astype(np.int64), starts, starts + sizes)
     about = tokens.about
     return Rows(tokens.ids, samples.learned, where, about.end, about.largest, about.digest, tuple(notes))

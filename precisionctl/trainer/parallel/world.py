@@ -26,6 +26,7 @@ from precisionctl.conversion.ranks import ALONE as NO_OTHERS
 from precisionctl.conversion.ranks import Ranks, from_environment
 from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.recipe import ParallelSettings, Recipe
+from precisionctl.sizes import counted
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, ExpertRanks, TensorRanks
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -258,13 +259,14 @@ def check(count: int, recipe: Recipe) -> None:
     if count % (sizes.replicate * sizes.tensor):
         of = f" of {sizes.tensor} tensor-parallel ranks" if sizes.tensor > 1 else ""
         raise RecipeError(
-            f"{count} ranks cannot hold parallel.replicate = {sizes.replicate} copies of the model{of}",
-            do=f"Choose numbers whose product divides the {count} ranks.",
+            f"{counted(count, 'rank')} cannot hold parallel.replicate = {sizes.replicate} copies of the model{of}",
+            do=f"Choose numbers whose product divides the {counted(count, 'rank')}.",
         )
     shard, rows = count // (sizes.replicate * sizes.tensor), count // sizes.tensor
     if shard % sizes.expert:
+        those = counted(shard, "rank that shares", "ranks that share")
         raise RecipeError(
-            f"parallel.expert = {sizes.expert} does not divide the {shard} ranks that share a copy of the model",
+            f"parallel.expert = {sizes.expert} does not divide the {those} a copy of the model",
             do="Choose a divisor of that number, which is all ranks divided by parallel.tensor and parallel.replicate.",
         )
     if recipe.train.batch_size % rows:

@@ -33,6 +33,7 @@ from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer, Recipe
+from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
@@ -137,7 +138,7 @@ def loading_notes(
     theirs = trained_run(source) if foreign and "optimizer" not in skipped else None
     if theirs:
         differing = other_settings(theirs, recipe.optimizer)
-        yield f"optimizer: masters and moments of the checkpoint, after {theirs.updates} updates" + (
+        yield f"optimizer: masters and moments of the checkpoint, after {counted(theirs.updates, 'update')}" + (
             f"; it had {differing}" if differing else ""
         )
     if schedule:

@@ -220,6 +220,8 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
         do = "Choose another --out, or give the checkpoint, data and settings that it was started with."
         if differing == ["train.steps"]:
             do = f"To train on, give {out} as the checkpoint, and another --out."
+        elif differing == ["ranks"]:
+            do = "Continue it with as many ranks as it was begun with, or choose another --out."
         raise OutputError(f"another run is there: it differs in {', '.join(differing)}", where=out, do=do)
 
 

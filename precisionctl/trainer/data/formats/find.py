@@ -11,7 +11,7 @@ from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
 from precisionctl.trainer.data.formats.base import DataSource, Format, Record
-from precisionctl.trainer.data.hf_datasets import HfDataset
+from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
 from precisionctl.trainer.data.store import stats_of
 
 
@@ -35,11 +35,24 @@ def source_of(data: StrPath, cache: Path | None = None) -> DataSource:
     return DataSource(partial(records, files), stats, nbytes)
 
 
+def check_named(data: StrPath) -> None:
+    """Raise DataError for a path that is not there, also in the name of a split; of the Hub nothing is asked."""
+    named = HfDataset.read(os.fspath(data))
+    if not (named and named.on_hub):
+        _check_exists(Path(named.place if named else data))
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        is_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+        on_hub = f"A data set on the Hub is given as {HUB}{path}." if is_name else ""
+        raise DataError("no such file or directory", where=path, do=nearest_path(path) or on_hub)
+
+
 def files_of(path: Path) -> list[Path]:
     """The file, or all visible files below a directory in the order of their paths. Raises DataError for a path that is
     not there, and for a directory without files, or with a Megatron data set."""
-    if not path.exists():
-        raise DataError("no such file or directory", where=path, do=nearest_path(path))
+    _check_exists(path)
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
