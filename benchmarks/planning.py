@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from convert import put_into
 
@@ -28,6 +29,9 @@ MODELS = (
     ("moonshotai/Kimi-K2-Instruct", 61),
 )
 """Repository and number of layers."""
+
+MEGATRON = (("torch_dist", 1, 1), ("torch", 1, 1), ("torch", 8, 4))
+"""Sources in Megatron's containers, of each number of DeepSeek-V3's layers: container, tensor and pipeline size."""
 
 RANKS = (8, 64, 256)
 
@@ -64,6 +68,24 @@ def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -
     writer.lay_out()
     writer.finish(None)
     return len(specs)
+
+
+def make_sparse_in_megatron(source: Path, destination: Path, container: str, tensor: int, pipeline: int) -> None:
+    """The same model in a container of Megatron: what a conversion writes but for the numbers."""
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.commands.request import Request
+    from precisionctl.conversion import command
+    from precisionctl.conversion.findings import Findings
+    from precisionctl.param import Parallelism
+
+    def lay_out(plan: object, source: object, writer: Any, **_: object) -> Findings:
+        writer.lay_out()
+        return Findings()
+
+    sizes = Parallelism(tensor, pipeline)
+    request = Request(source, destination, "megatron", container=container, parallelism=sizes)
+    with mock.patch.multiple(command, run=lay_out, check_room=lambda command: None):
+        command.execute(plan_command(request))
 
 
 def child(source: Path, target: str) -> dict[str, Any]:
@@ -106,12 +128,23 @@ def measure(scratch: Path) -> list[dict[str, Any]]:
         for codes in (False, True):
             source = scratch / f"{repository.rpartition('/')[2]}-{layers}-{'fp8' if codes else 'bf16'}"
             tensors = make_sparse(source, repository, layers, codes=codes)
-            for target in ("torch_dist", "hf"):
-                command = [sys.executable, __file__, "--child", str(source), target]
-                made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                rows.append({"model": source.name, "tensors": tensors, **json.loads(made)})
-                print(line(rows[-1]), flush=True)
+            rows += [planned(source, target, tensors) for target in ("torch_dist", "hf")]
+            if codes or repository != MODELS[0][0]:
+                continue
+            for container, *sizes in MEGATRON:
+                ranks = "x".join(map(str, sizes))
+                megatron = scratch / f"{repository.rpartition('/')[2]}-{layers}-{container}:{ranks}"
+                make_sparse_in_megatron(source, megatron, container, *sizes)
+                rows.append(planned(megatron, "hf", tensors))
     return rows
+
+
+def planned(source: Path, target: str, tensors: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", str(source), target]
+    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    row = {"model": source.name, "tensors": tensors, **json.loads(made)}
+    print(line(row), flush=True)
+    return row
 
 
 def line(row: dict[str, Any]) -> str:
@@ -123,10 +156,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def plans_table(rows: list[dict[str, Any]]) -> str:
-    """Of plans for `torch_dist`."""
+    """Of plans for `torch_dist`, and of those from Megatron for Hugging Face."""
     lines = ["| model | stored tensors | CPU | memory | predicted |", "|---|---|---|---|---|"]
     for row in rows:
-        if row["target"] == "torch_dist":
+        if row["target"] == "torch_dist" or ":" in row["model"]:
             lines.append(
                 f"| {in_words(row)} | {row['tensors']:,} | {row['cpu_s']:.2f} s | {row['memory_mb']:.0f} MB | "
                 f"{row['said_mb']:.0f} MB |"
@@ -149,8 +182,10 @@ def ranks_table(rows: list[dict[str, Any]]) -> str:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    model, layers, dtype = row["model"].rsplit("-", 2)
-    return f"{model.removesuffix('-Instruct')}, {layers} layers, {'BF16' if dtype == 'bf16' else 'FP8 as published'}"
+    model, layers, what = row["model"].rsplit("-", 2)
+    container, _, ranks = what.partition(":")
+    said = {"bf16": "BF16", "fp8": "FP8 as published"}.get(what, f"`{container}` of {ranks.replace('x', ' x ')} ranks")
+    return f"{model.removesuffix('-Instruct')}, {layers} layers, {said}"
 
 
 def main() -> None:

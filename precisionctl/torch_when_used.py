@@ -5,7 +5,8 @@ A file that such a command imports takes its `torch` from here, uses it in funct
 checkers alone.
 """
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -21,4 +22,11 @@ else:
 
     torch = _WhenUsed()
 
-__all__ = ["torch"]
+
+def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
+    """Whether a value is a tensor, without importing PyTorch to ask: before anything has, there are none."""
+    imported = sys.modules.get("torch")
+    return imported is not None and isinstance(value, imported.Tensor)
+
+
+__all__ = ["is_tensor", "torch"]

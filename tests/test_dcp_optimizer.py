@@ -1,6 +1,8 @@
 """AdamW's state in PyTorch's own checkpoints goes where its parameters go, and runs go on from it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,22 @@ def test_masters_and_moments_go_where_weights_of_their_names_go(tmp_path: Path, 
     for name, master in weights.items():
         assert torch.equal(found[f"optimizer.state.param.{name}"], master)
         assert torch.equal(rounded[name], master.bfloat16())
+
+
+def test_a_plan_with_megatrons_optimizer_imports_no_torch(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    conversions.run(made, tmp_path / "megatron", "megatron", reference=config_of(model, tmp_path / "config"))
+    for container in ("torch", "torch_dist"):
+        command = ["convert", str(tmp_path / "megatron"), str(tmp_path / "none"), "--to", "megatron", "--dry-run"]
+        code = (
+            "import sys\n"
+            "from precisionctl.cli import main\n"
+            f"main({[*command, '--container', container]}, standalone_mode=False)\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_megatron_is_told_of_the_updates_and_of_adamw_as_it_was_set(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import argparse
 import functools
 import io
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +114,10 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         def start(key: str) -> tuple[int, int]:
             entry = stored(archive, f"{root}/data/{key}")
             # An entry's local header has its own lengths: torch.save adds padding there, but not in the directory
-            whole: Any = archive.fp
-            whole.seek(entry.header_offset)
-            signature, name, extra = _LOCAL_HEADER.unpack(whole.read(_LOCAL_HEADER.size))
-            if signature != MAGIC or whole.read(name) != entry.orig_filename.encode():
+            path = entry.orig_filename.encode()
+            header = os.pread(file.fileno(), _LOCAL_HEADER.size + len(path), span.offset + entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack_from(header)
+            if signature != MAGIC or name != len(path) or header[_LOCAL_HEADER.size :] != path:
                 raise ValueError(f"no local header for {entry.filename}")
             begin = int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
             if begin + entry.file_size > span.length:

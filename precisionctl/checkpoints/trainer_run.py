@@ -15,7 +15,7 @@ from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_locate
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import counted
-from precisionctl.torch_when_used import torch
+from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
@@ -218,12 +218,12 @@ def _element(value: Any, path: Path) -> Any:
     """A setting as it is in the file `path`; of a tensor of one element this."""
     if isinstance(value, LocatedTensor) and math.prod(value.shape) == 1:
         return read_located(path, value).item()
-    if not isinstance(value, int | float | None) and isinstance(value, torch.Tensor) and value.numel() == 1:
+    if is_tensor(value) and value.numel() == 1:
         return value.item()
     return value
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, LocatedTensor) or (value is not None and isinstance(value, torch.Tensor)):
+    if isinstance(value, LocatedTensor) or is_tensor(value):
         return f"a tensor of shape {list(value.shape)}"
     return shown(value)

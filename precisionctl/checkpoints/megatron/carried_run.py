@@ -30,7 +30,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import MOMENTUM, Parallelism, TensorSpec, state_name
-from precisionctl.torch_when_used import torch
+from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
@@ -252,8 +252,8 @@ def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
 def _is_plain(value: object) -> bool:
     """Whether a value can be written again as it was read: nothing in it is a placeholder for an object whose class is
     not on the allow-list."""
-    kinds = str | bytes | int | float | DType | torch.Tensor | None
+    kinds = str | bytes | int | float | DType | None
     try:
-        return all(isinstance(part, kinds) for part in parts(finite(value)))
+        return all(isinstance(part, kinds) or is_tensor(part) for part in parts(finite(value)))
     except ValueError:  # YAML can hold what archives may not
         return False

@@ -308,6 +308,8 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
     for name in names:
+        if "norm" not in name:  # as all names that move have
+            continue
         state = _STATE.fullmatch(name)
         layer = _LAYER_OF.fullmatch(state[2] if state else name)
         for having, old, new in moved if layer else ():

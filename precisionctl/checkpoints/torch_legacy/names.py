@@ -16,7 +16,7 @@ from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 _SEQUENTIAL = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d{1,9})\.(linear_fc[12]\.(?:weight|bias|_extra_state))")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state))(\d{1,9})")
-_GROUPED = re.compile(r".+\.mlp\.experts\.weight[12]")
+_GROUPED = (".mlp.experts.weight1", ".mlp.experts.weight2")
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -39,9 +39,9 @@ def local_names(state: Mapping[str, Any], where: object, indexed: bool = False) 
     found: dict[str, Any] = {}
     for name, value in flattened(state):
         renamed = _before_core(name)
-        if match := _SEQUENTIAL.fullmatch(renamed):
+        if "local_experts" in renamed and (match := _SEQUENTIAL.fullmatch(renamed)):
             renamed = f"{match[1]}{match[3]}{match[2]}"
-        if _GROUPED.fullmatch(renamed):
+        if renamed.endswith(_GROUPED):
             what = f"`{name}` holds all experts in one transposed matrix (legacy GroupedMLP)"
             raise DamagedCheckpoint(what, where=where, do="Save it with --moe-use-legacy-grouped-gemm switched off.")
         if renamed in found:

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
 from precisionctl.param import MOMENTS, state_name
-from precisionctl.torch_when_used import torch
+from precisionctl.torch_when_used import is_tensor
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
 NO_PARAMETERS = ("expert_bias", "_extra_state")
@@ -147,7 +147,7 @@ def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
     step = state.get("common_step") if isinstance(state, dict) else None
     if step is None:
         step = next((group["step"] for group in listed if "step" in group), None)
-    return listed, float(step) if isinstance(step, int | float | torch.Tensor) else None
+    return listed, float(step) if isinstance(step, int | float) or is_tensor(step) else None
 
 
 def _is_undecayed(name: str, shape: Sequence[int]) -> bool:
