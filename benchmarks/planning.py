@@ -30,8 +30,8 @@ MODELS = (
 )
 """Repository and number of layers."""
 
-MEGATRON = (("torch_dist", 1, 1), ("torch", 1, 1), ("torch", 8, 4))
-"""Sources in Megatron's containers, of each number of DeepSeek-V3's layers: container, tensor and pipeline size."""
+MEGATRON = ("torch_dist", "torch")
+"""Megatron's containers, as sources of each number of DeepSeek-V3's layers."""
 
 RANKS = (8, 64, 256)
 
@@ -70,20 +70,18 @@ def make_sparse(directory: Path, repository: str, layers: int, *, codes: bool) -
     return len(specs)
 
 
-def make_sparse_in_megatron(source: Path, destination: Path, container: str, tensor: int, pipeline: int) -> None:
+def make_sparse_in_megatron(source: Path, destination: Path, container: str) -> None:
     """The same model in a container of Megatron: what a conversion writes but for the numbers."""
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.commands.request import Request
     from precisionctl.conversion import command
     from precisionctl.conversion.findings import Findings
-    from precisionctl.param import Parallelism
 
     def lay_out(plan: object, source: object, writer: Any, **_: object) -> Findings:
         writer.lay_out()
         return Findings()
 
-    sizes = Parallelism(tensor, pipeline)
-    request = Request(source, destination, "megatron", container=container, parallelism=sizes)
+    request = Request(source, destination, "megatron", container=container)
     with mock.patch.multiple(command, run=lay_out, check_room=lambda command: None):
         command.execute(plan_command(request))
 
@@ -131,10 +129,9 @@ def measure(scratch: Path) -> list[dict[str, Any]]:
             rows += [planned(source, target, tensors) for target in ("torch_dist", "hf")]
             if codes or repository != MODELS[0][0]:
                 continue
-            for container, *sizes in MEGATRON:
-                ranks = "x".join(map(str, sizes))
-                megatron = scratch / f"{repository.rpartition('/')[2]}-{layers}-{container}:{ranks}"
-                make_sparse_in_megatron(source, megatron, container, *sizes)
+            for container in MEGATRON:
+                megatron = scratch / f"{repository.rpartition('/')[2]}-{layers}-{container}"
+                make_sparse_in_megatron(source, megatron, container)
                 rows.append(planned(megatron, "hf", tensors))
     return rows
 
@@ -159,7 +156,7 @@ def plans_table(rows: list[dict[str, Any]]) -> str:
     """Of plans for `torch_dist`, and of those from Megatron for Hugging Face."""
     lines = ["| model | stored tensors | CPU | memory | predicted |", "|---|---|---|---|---|"]
     for row in rows:
-        if row["target"] == "torch_dist" or ":" in row["model"]:
+        if row["target"] == "torch_dist" or row["model"].endswith(MEGATRON):
             lines.append(
                 f"| {in_words(row)} | {row['tensors']:,} | {row['cpu_s']:.2f} s | {row['memory_mb']:.0f} MB | "
                 f"{row['said_mb']:.0f} MB |"
@@ -183,8 +180,7 @@ def ranks_table(rows: list[dict[str, Any]]) -> str:
 
 def in_words(row: dict[str, Any]) -> str:
     model, layers, what = row["model"].rsplit("-", 2)
-    container, _, ranks = what.partition(":")
-    said = {"bf16": "BF16", "fp8": "FP8 as published"}.get(what, f"`{container}` of {ranks.replace('x', ' x ')} ranks")
+    said = {"bf16": "BF16", "fp8": "FP8 as published"}.get(what, f"BF16 in `{what}`")
     return f"{model.removesuffix('-Instruct')}, {layers} layers, {said}"
 
 
