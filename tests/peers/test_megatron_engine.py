@@ -216,7 +216,7 @@ def test_what_is_not_trained_is_saved_as_by_the_bundled_trainer(tmp_path: Path) 
 
 def test_an_update_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    made = importlib.import_module("gpu").run_section("core", True, 300)
+    made = importlib.import_module("gpu").run_section("core", True, 300, keep=lambda _: None)
     assert made["ended"] == "complete", made["log"]
     assert [row["variant"] for row in made["rows"]] == ["bf16", "fp8-delayed", "Megatron-Core BF16"]
     assert all(row["tokens_per_second"] > 0 for row in made["rows"])
