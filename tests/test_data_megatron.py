@@ -67,11 +67,9 @@ def test_any_documents_are_read_and_largest_token_and_unended_documents_are_know
     flat = [token for document in documents for sequence in document for token in sequence]
     assert rows.tokens.tolist() == flat and rows.largest == max(flat)
     unended = sum(document[-1][-1] != 0 for document in documents)
-    assert rows.notes[:1] == (
-        (f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them",)
-        if unended
-        else ()
-    )
+    which = "1 document does" if unended == 1 else f"{unended} documents do"
+    said = f"{which} not end in the tokenizer's end-of-text token; nothing else divides them"
+    assert rows.notes[:1] == ((said,) if unended else ())
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_of_several_groups_the_settings_of_most_weights_go_along_and_others_are_
     }
     *_, rates, norms, matrices = reader.trainer_run.left
     assert (rates, norms) == ("different lr for groups of parameters", "weight decay of norms and biases")
-    assert matrices.endswith(" and 1 more matrices do not decay")
+    assert matrices.endswith(" and 1 more matrix do not decay")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -54,6 +54,7 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").mkdir()
     pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    (tmp_path / "text.txt").write_text("some words\n")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
