@@ -402,7 +402,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
 
 def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
     pico.save(tmp_path / "hf")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
     for command in (["convert", "--to", "megatron"], ["export-inference", "--target", "vllm"]):
         shown = run(*command, tmp_path / "hf", tmp_path / "new" / "out", "--dry-run")
         assert shown.exit_code == 1
@@ -414,7 +414,7 @@ def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_pa
     pico.save(tmp_path / "hf")
     convert = ("convert", tmp_path / "hf", tmp_path / "new" / "out", "--to", "megatron")
     with monkeypatch.context() as full:
-        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
         refused = run(*convert)
         assert refused.exit_code == 1 and "1,000 bytes free" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -427,7 +427,9 @@ def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_pa
         assert run(*convert, "--workers", 1).exit_code == 75
     left = contents(tmp_path / "new")
     assert len(left) > 2
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-(10**6)))  # less what is there counts
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=-(10**6))
+    )  # less what is there counts
     for more in ((), ("--restart",)):
         assert "bytes free" in run(*convert, *more).stderr
         assert contents(tmp_path / "new") == left

@@ -53,7 +53,7 @@ def test_a_weight_of_zeros_is_not_said_to_wait_for_histories_that_are_there(tmp_
         sidecar.write(given, replace(states, modules={**states.modules, PROJ: Fp8State(fresh)}))
         work = run(tmp_path / "hf", tmp_path / case, "megatron", precision="fp8", fp8_state=given)
         said = [note for note in work.notes if "come from the weights" in note]
-        assert [note.partition(" modules")[0] for note in said] == (["Weight scales of 1"] if len(lacking) > 1 else [])
+        assert [note.partition(" module")[0] for note in said] == (["Weight scales of 1"] if len(lacking) > 1 else [])
 
 
 def test_fp8_to_hugging_face_and_back_loses_no_state(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ def test_a_run_that_will_not_fit_is_refused_before_data_is_read(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "free_memory", lambda: 100_000_000)
-    asked = settings(place / "source", tmp_path / "no such text", tmp_path / "run", train__micro_batch_size=4)
+    (tmp_path / "no text").mkdir()
+    asked = settings(place / "source", tmp_path / "no text", tmp_path / "run", train__micro_batch_size=4)
     with pytest.raises(EnvironmentProblem, match=r"about 6\d\d\.\d MB on each rank, and 100\.0 MB are free"):
         run(asked)
     warned = settings(place / "source", place / "text", tmp_path / "run", train__memory_check="warn", train__steps=1)

@@ -195,16 +195,16 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
 def check_room(command: PlannedCommand) -> None:
     """Raise DiskProblem if there is not enough free space for the rest of the result."""
     partial = command.output.partial
-    free = shutil.disk_usage(directory_above(partial)).free
+    disk = shutil.disk_usage(directory_above(partial))
     there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
     specs, writer = command.writer.specs, command.writer
     if command.plan.parallelism == ONE_RANK:
         needed = sum(spec.nbytes for spec in specs.values())
     else:  # by chunks, as a tensor may be written for several ranks
         needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
-    if free + there < needed:
+    if disk.total and disk.free + there < needed:  # file systems without blocks of their own say 0 of 0
         raise DiskProblem(
-            f"{needed:,} bytes to write, {free:,} bytes free",
+            f"{needed:,} bytes to write, {disk.free:,} bytes free",
             where=command.output.path.parent,
             do="Make room and run the same command again.",
         )
