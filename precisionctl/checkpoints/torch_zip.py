@@ -232,8 +232,10 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Loca
     (start,) = sizes((offset,))
     begin = start * storage.dtype.itemsize
     length = math.prod(shape) * storage.dtype.itemsize
-    expected = 1
-    for n, have in zip(reversed(shape), reversed(sizes(stride)), strict=True):
+    strides, expected = sizes(stride), 1
+    if len(strides) != len(shape):
+        raise ValueError(f"a tensor {shown(shape)} with strides {shown(strides)}")
+    for n, have in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1 and have != expected:
             return Inert()
         expected *= max(n, 1)
