@@ -102,6 +102,12 @@ def test_the_memo_takes_as_much_memory_as_it_holds() -> None:
         (b"\x80\x02Q.", "IndexError"),
         (b"\x80\x02NQ.", "outside itself"),
         (b"\x80\x02I5\n.", "the opcode 0x49"),
+        (b"\x80\x02]]N\x85\x81.", "as a class"),
+        (b"\x80\x04" + b"\x8f" * 99 + b".", "over and over"),
+        (pickle.dumps({"x" * 20_000: 1}), "as a key"),
+        (pickle.dumps({b"x" * 20_000: 1}), "as a key"),
+        (pickle.dumps({("x" * 20_000,): 1}), "as a key"),
+        (pickle.dumps({("x",) * 20: 1}), "as a key"),
     ],
 )
 def test_damage_is_named(pickled: bytes, said: str) -> None:

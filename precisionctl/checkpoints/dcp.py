@@ -17,6 +17,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, LazyDict, LazyList, PickledObject, dump
 from precisionctl.untrusted import safe_pickle
+from precisionctl.untrusted.pickle_machine import LONGEST_KEY
 from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 
@@ -173,7 +174,7 @@ def _hashed(numbers: tuple[int, ...]) -> bytes:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str:
+    if type(value) is not str or len(value) > LONGEST_KEY:
         raise ValueError(f"{shown(value)} as a name")
     return value
 

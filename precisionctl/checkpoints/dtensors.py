@@ -55,6 +55,8 @@ def rebuilt(arguments: Any, state: Any) -> RankShard:
     _, _, size, *_ = arguments
     attributes = state[1]
     placements = attributes["_spec"].fields["placements"]
+    if type(placements) not in (tuple, list) or len(placements) > 64:  # they may be those of many tensors
+        raise ValueError(f"a DTensor placed as {shown(placements)}")
     cuts = [one for one in placements if type(one) is not Replicated]
     if len(cuts) > 1 or any(type(one) is not Sharded or type(one.dim) is not int or one.dim != 0 for one in cuts):
         raise ValueError(f"a DTensor placed as {shown(placements)}; only cuts by rows are read")

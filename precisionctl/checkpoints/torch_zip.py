@@ -232,9 +232,13 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Loca
     (start,) = sizes((offset,))
     begin = start * storage.dtype.itemsize
     length = math.prod(shape) * storage.dtype.itemsize
-    expected = [math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape))]
-    if any(n > 1 and have != want for n, have, want in zip(shape, stride, expected, strict=True)):
-        return Inert()
+    strides, expected = sizes(stride), 1
+    if len(strides) != len(shape):
+        raise ValueError(f"a tensor {shown(shape)} with strides {shown(strides)}")
+    for n, have in zip(reversed(shape), reversed(strides), strict=True):
+        if n > 1 and have != expected:
+            return Inert()
+        expected *= max(n, 1)
     if begin + length > storage.nbytes:
         raise ValueError(f"a tensor {shown(shape)} at {shown(offset)} in {storage.nbytes} bytes")
     return LocatedTensor(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)

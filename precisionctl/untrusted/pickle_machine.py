@@ -30,7 +30,8 @@ _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3 = b"t\x85\x86\x87"
 _APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS, _FROZENSET = b"aesu\x90\x91"
 _GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD, _BINPERSID = b"c\x93R\x81bQ"
 _CONSTANTS: Mapping[int, object] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
-_EMPTY: Mapping[int, type] = {ord("]"): list, ord("}"): dict, 0x8F: set}
+_EMPTY: Mapping[int, type] = {ord("]"): list, ord("}"): dict}
+_EMPTY_SET = 0x8F
 
 _BYTE, _UINT32, _UINT64 = Struct("B"), Struct("<I"), Struct("<Q")
 _BININT1, _NUMBERS = ord("K"), {ord("M"): Struct("<H"), ord("J"): Struct("<i"), ord("G"): Struct(">d")}
@@ -113,6 +114,8 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             stack.append(_EMPTY[code]())
         elif code == _NEWOBJ:
             arguments = budget.arguments(stack.pop())
+            if not isinstance(stack[-1], type):  # an enum's member has a `__new__` that looks a value up
+                raise pickle.UnpicklingError(f"{shown(stack[-1])} as a class")
             stack[-1] = stack[-1].__new__(stack[-1], *arguments)
         elif code == _BUILD:
             state = stack.pop()
@@ -150,6 +153,9 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             items, stack = stack, below.pop()
             check_keys(items)
             _filled(stack[-1], set).update(items)
+        elif code == _EMPTY_SET:
+            budget.spend(_OF_SET)
+            stack.append(set())
         elif code == _FROZENSET:
             items, stack = stack, below.pop()
             check_keys(items)
@@ -178,6 +184,11 @@ class _Budget:
     def __init__(self, size: int) -> None:
         self._left = 2 * size
 
+    def spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise pickle.UnpicklingError("it copies the same values over and over")
+
     def arguments(self, value: Any) -> tuple[Any, ...]:
         """The arguments of a call."""
         if type(value) is not tuple:
@@ -189,38 +200,47 @@ class _Budget:
         """Count what a callable may copy of a value: its items, and the items of containers among them. Eight
         characters count as one, as NumPy arrays are copied twice (text, bytes, array)."""
         parts = value if type(value) is tuple else (value,)
-        self._left -= len(parts)
+        count = len(parts)
         for part in parts:
             if isinstance(part, _COPIED):
-                self._left -= len(part) // 8 if isinstance(part, _TEXTS) else len(part)
-        if self._left < 0:
-            raise pickle.UnpicklingError("it copies the same values over and over")
+                count += len(part) // 8 if isinstance(part, _TEXTS) else len(part)
+        self.spend(count)
 
 
+_OF_SET = 4
+"""What an empty set counts as: one byte makes its 216. Python's pickler writes two, which may spend so much."""
 _TEXTS = (str, bytes)
 _COPIED = (*_TEXTS, list, tuple, set, frozenset, dict)
-_SCALARS = (*_TEXTS, int, float, bool, type(None))
+_SCALARS = (float, bool, type(None))
 _MODULUS = (1 << 61) - 1
 """An integer's hash is its remainder by this number."""
+LONGEST_KEY = 1 << 14
+_MOST_PARTS = 16
+"""Most characters of a key, and parts of one that is a tuple. Four bytes of a pickle can use a key again, which hashes
+all parts of a tuple, and compares all characters with those of a copy."""
 
 
 def check_keys(keys: Iterable[Any]) -> None:
     """Raise UnpicklingError for a key whose hash could take forever, or be that of many others: a table of these takes
     time quadratic in their number. Allowed are scalars, objects that hash by identity or as members of an enum, and
-    flat tuples of texts and such objects. Numbers' hashes have no secret: large ones, and tuples, can be chosen to have
-    the same."""
+    flat tuples of texts and such objects, all of them short. Numbers' hashes have no secret: large ones, and tuples,
+    can be chosen to have the same."""
     for key in keys:
         kind = type(key)
-        if kind is str:
+        if kind is str and len(key) <= LONGEST_KEY:
             continue
         if kind is tuple:
-            known = all(type(part) in _TEXTS or _hashes_at_once(type(part)) for part in key)
+            known = len(key) <= _MOST_PARTS and all(_is_short(part) or _hashes_at_once(type(part)) for part in key)
         elif kind is int:
             known = abs(key) < _MODULUS
         else:
-            known = kind in _SCALARS or _hashes_at_once(kind)
+            known = kind in _SCALARS or _is_short(key) or _hashes_at_once(kind)
         if not known:
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
+
+
+def _is_short(key: Any) -> bool:
+    return type(key) in _TEXTS and len(key) <= LONGEST_KEY
 
 
 def _hashes_at_once(kind: Any) -> bool:
@@ -247,7 +267,7 @@ def _build(changed: Any, state: Any) -> None:
     elif callable(changed):
         raise UnsafePickle(f"a pickle changes {shown(changed)}, a class or function")
     elif _takes_state(kind):
-        changed.__setstate__(state)
+        kind.__setstate__(changed, state)
     else:
         raise UnsafePickle(f"a pickle changes {shown(changed)}")
 

@@ -101,9 +101,10 @@ def plain_set(items: list[Any]) -> set[Any]:
 def strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """The view of a storage (flat `values`) that a pickled tensor describes, with offset and stride in elements.
 
-    Raises ValueError, RuntimeError or TypeError for a view that is not within the storage.
+    Raises ValueError, RuntimeError or TypeError for a view that is not within the storage, or of more than 64
+    dimensions.
     """
-    tensor = values.as_strided(size, stride, offset)
+    tensor = values.as_strided(sizes(size), sizes(stride), offset)
     if tensor.numel() > values.numel():  # strides of zero could describe gigabytes
         raise ValueError("a tensor is larger than its storage")
     return tensor

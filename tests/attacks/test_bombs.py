@@ -23,6 +23,20 @@ CALL, STATE = b"h\0h\1R", b"h\0)\x81h\1b"
 MANY = pickle.MARK + pickle.NONE * (1 << 18) + pickle.TUPLE
 TABLE = pickle.EMPTY_DICT + pickle.MARK + b"".join(constant(f"{i}") + pickle.NONE for i in range(1 << 14))
 COPIES: Mapping[str, bytes] = {
+    "a tuple as a key": pickle.MARK
+    + constant("x") * 50_000
+    + pickle.TUPLE
+    + b"q\0"
+    + pickle.EMPTY_DICT
+    + b"h\0Ns" * 100_000,
+    "equal texts as keys": constant("x" * (4 << 20))
+    + b"q\0"
+    + constant("x" * (4 << 20))
+    + b"q\1"
+    + pickle.EMPTY_DICT
+    + b"h\0Ns"
+    + b"h\1Ns" * 100_000,
+    "sets": pickle.EMPTY_SET * (2 << 20),
     "arguments": again_and_again(pickle.GLOBAL + b"megatron.core\nAny\n", MANY, CALL, 400),
     "arguments that are a table": again_and_again(
         pickle.GLOBAL + b"megatron.core\nAny\n", TABLE + pickle.SETITEMS, CALL, 4000
@@ -136,8 +150,49 @@ TENSORS: Mapping[str, bytes] = {
 }  # fmt: skip
 
 
+def global_(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def with_attributes(rebuild: str, arguments: bytes, state: bytes) -> bytes:
+    """Opcodes that make 40,000 tensors from the same arguments, which lie too deep to be counted."""
+    parts = pickle.MARK + global_("torch._utils", rebuild) + pickle.NONE + arguments + state + pickle.TUPLE
+    return again_and_again(global_("torch._tensor", "_rebuild_from_type_v2"), parts, CALL, 40_000)
+
+
+ONES = constant((1,) * 100_000)
+STORAGE = pickle.MARK + constant("storage") + global_("torch", "FloatStorage") + constant("0") + constant("cpu")
+DIMENSIONS = with_attributes(
+    "_rebuild_tensor_v2",
+    pickle.MARK + STORAGE + constant(3) + pickle.TUPLE + pickle.BINPERSID + constant(0) + ONES + ONES + pickle.TUPLE,
+    pickle.NONE,
+)
+PLACED = called("torch.distributed.tensor.placement_types", "Replicate")
+SPEC = (
+    called("torch.distributed.tensor._dtensor_spec", "DTensorSpec") + pickle.EMPTY_DICT + constant("placements")
+    + pickle.MARK + PLACED * 20_000 + pickle.TUPLE + pickle.SETITEM + pickle.BUILD
+)  # fmt: skip
+PLACEMENTS = with_attributes(
+    "_rebuild_wrapper_subclass",
+    constant((None, None, (3,))),
+    pickle.MARK + pickle.NONE + pickle.EMPTY_DICT + pickle.MARK + constant("_spec") + SPEC + constant("_local_tensor")
+    + pickle.NONE + pickle.SETITEMS + pickle.TUPLE,
+)  # fmt: skip
+LARGE, LATER = 1 << 62, 1 << 61
+STRIDES = again_and_again(
+    global_("torch._utils", "_rebuild_tensor_v2"),
+    pickle.MARK + STORAGE + constant(3) + pickle.TUPLE + pickle.BINPERSID + constant(0)
+    + constant((LARGE,) * 63 + (0,)) + constant((LATER,) * 64) + pickle.TUPLE,
+    CALL,
+    200_000,
+)  # fmt: skip
+
+
 def test_objects(tmp_path: Path) -> None:
-    bombs = {name: archived(pickled(content)) for name, content in (HASHES | TENSORS | OBJECT_COPIES).items()}
+    bombs = {
+        name: archived(pickled(content))
+        for name, content in (HASHES | TENSORS | OBJECT_COPIES | {"dimensions": DIMENSIONS}).items()
+    }
     detonate("object", written(tmp_path, bombs))
 
 
@@ -151,6 +206,7 @@ def test_skeletons(tmp_path: Path) -> None:
     content["a tensor that moves"] = tensor(constant((3,)), constant((1,))) + constant({"offset": 1 << 60})
     content["a tensor that moves"] += pickle.BUILD
     bombs = {name: archived(pickled(bomb)) for name, bomb in (HASHES | content | OBJECT_COPIES).items()}
+    bombs |= {"placements": archived(pickled(PLACEMENTS)), "strides": archived(pickled(STRIDES))}
     detonate("skeleton", written(tmp_path, bombs))
 
 
