@@ -237,7 +237,8 @@ class TorchDistReader(MegatronDirectory):
             return b""
         found = _only(torch_zip.located(span), key, span)
         if isinstance(found, torch_zip.LocatedTensor):
-            payload = torch_zip.Span(span.path, found.offset, found.nbytes).read()
+            begin = found.offset - span.offset
+            payload = archive[begin : begin + found.nbytes]
         else:
             payload = bytes_of(self.read_object(key), key)
         if not payload:
