@@ -163,9 +163,8 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
         said.append("weight decay of norms and biases")
     if decaying and (undecayed := [name for group in spared for name in group.matrices()]):
-        more = (
-            f" and {counted(len(undecayed) - 1, 'more matrix', 'more matrices')} do" if len(undecayed) > 1 else " does"
-        )
+        others = len(undecayed) - 1
+        more = f" and {counted(others, 'more matrix', 'more matrices')} do" if others else " does"
         said.append(f"that `{undecayed[0]}`{more} not decay")
     return tuple(said)
 

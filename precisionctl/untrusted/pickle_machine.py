@@ -185,6 +185,7 @@ class _Budget:
         self._left = 2 * size
 
     def spend(self, count: int) -> None:
+        """Raise UnpicklingError if so many values are more than are left."""
         self._left -= count
         if self._left < 0:
             raise pickle.UnpicklingError("it copies the same values over and over")
@@ -215,7 +216,7 @@ _SCALARS = (float, bool, type(None))
 _MODULUS = (1 << 61) - 1
 """An integer's hash is its remainder by this number."""
 LONGEST_KEY = 1 << 14
-_MOST_PARTS = 16
+_LONGEST_TUPLE = 16
 """Most characters of a key, and parts of one that is a tuple. Four bytes of a pickle can use a key again, which hashes
 all parts of a tuple, and compares all characters with those of a copy."""
 
@@ -227,24 +228,20 @@ def check_keys(keys: Iterable[Any]) -> None:
     can be chosen to have the same."""
     for key in keys:
         kind = type(key)
-        if kind is str and len(key) <= LONGEST_KEY:
-            continue
         if kind is tuple:
-            known = len(key) <= _MOST_PARTS and all(_is_short(part) or _hashes_at_once(type(part)) for part in key)
+            known = len(key) <= _LONGEST_TUPLE and all(map(_hashes_at_once, key))
         elif kind is int:
             known = abs(key) < _MODULUS
         else:
-            known = kind in _SCALARS or _is_short(key) or _hashes_at_once(kind)
+            known = kind in _SCALARS or _hashes_at_once(key)
         if not known:
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
 
 
-def _is_short(key: Any) -> bool:
-    return type(key) in _TEXTS and len(key) <= LONGEST_KEY
-
-
-def _hashes_at_once(kind: Any) -> bool:
-    return kind.__hash__ in (object.__hash__, Enum.__hash__)
+def _hashes_at_once(key: Any) -> bool:
+    """Whether it is a short text, or an object that hashes by identity or as a member of an enum."""
+    kind: Any = type(key)
+    return len(key) <= LONGEST_KEY if kind in _TEXTS else kind.__hash__ in (object.__hash__, Enum.__hash__)
 
 
 def _filled(container: Any, kind: type) -> Any:

@@ -48,7 +48,6 @@ def load_from(
         except KeyError:
             raise UnsafePickle(
                 f"a pickle asks for {module}.{name}, which is not on the allow-list",
-                where=where,
                 do="Nothing was executed. If you trust the file, report the name as missing.",
             ) from None
 
@@ -115,10 +114,14 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+MOST_DIMENSIONS = 64
+"""Of a tensor, in PyTorch and elsewhere."""
+
+
 def sizes(values: Any) -> tuple[int, ...]:
     """A shape or an offset per dimension, as a tuple. Raises ValueError for anything but at most 64 integers of 0 or
     above."""
-    plain = type(values) in (tuple, list) and len(values) <= 64
+    plain = type(values) in (tuple, list) and len(values) <= MOST_DIMENSIONS
     if not plain or not all(map(is_count, values)):
         raise ValueError(f"{shown(values)} as sizes")
     return tuple(values)
