@@ -12,6 +12,7 @@ from training import make_place
 
 from precisionctl.cli import group
 from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.backends import bf16_products
 from precisionctl.trainer.run import Run
 
 
@@ -25,6 +26,12 @@ def tokenizers_stay() -> Iterator[None]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source and texts for runs, which nothing changes."""
     return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BF16's products are computed as on a CPU that PyTorch has kernels for, also on one without."""
+    monkeypatch.setattr(bf16_products, "cpu_has_bf16_kernels", lambda: True)
 
 
 @pytest.fixture(autouse=True)

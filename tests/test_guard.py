@@ -171,9 +171,9 @@ def with_outliers(source: Path, out: Path) -> Path:
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith("layernorm.weight"):
-            tensor[3] *= 2**16
+            tensor[3] *= 2**18
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
-            tensor[:, 3] /= 2**16
+            tensor[:, 3] /= 2**18
     save_file(tensors, file, {"format": "pt"})
     return out
 

@@ -13,6 +13,7 @@ from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
+from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.fp8_gemm import (
     Casts,
     DelayedQuantizer,
@@ -73,10 +74,10 @@ class Linear(nn.Module):
     def _product(self, values: Tensor, bias: Tensor | None) -> Tensor:
         recorder = self.backend.recorder
         if recorder or not self.quantizers:
-            product = F.linear(values.to(self.weight.dtype), self.weight, bias)
+            out = product(F.linear, values.to(self.weight.dtype), self.weight, bias)
             if recorder:
-                recorder.gemm(self.name, values, self.weight, product)
-            return product
+                recorder.gemm(self.name, values, self.weight, out)
+            return out
         require_alignment(self.backend.precision, self.name, "a batch of tokens", values.shape[:-1].numel())
         return fp8_gemm(values, self.weight, bias, self.quantizers, self.backend.casts)
 
@@ -168,7 +169,7 @@ class GroupedLinear(nn.Module):
             weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
             bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
             if self.backend.recorder or not quantizers:
-                outputs.append(F.linear(part, weight, bias))
+                outputs.append(product(F.linear, part, weight, bias))
             else:
                 outputs.append(fp8_gemm(part, weight, bias, quantizers, self.backend.casts))
         out = torch.cat(outputs)

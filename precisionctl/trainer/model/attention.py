@@ -5,6 +5,7 @@ Shape letters as in `gpt.py`.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from precisionctl.model_shape import DSA, MLA, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
+from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
@@ -48,13 +50,18 @@ class CoreAttention(nn.Module):
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
         mask = sliding_window_mask(key.shape[2], window, key.device)
         if self.plain:
-            attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            attention = partial(
+                F.scaled_dot_product_attention,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=True,
             )
+            attended = product(attention, query, key, value)
         else:
             batch, groups, length, head = key.shape
             grouped = query.reshape(batch, groups, -1, length, head)
-            scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
+            scores = product(torch.matmul, grouped, key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
             if self.softcap is not None:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
             if mask is None:
@@ -64,7 +71,7 @@ class CoreAttention(nn.Module):
                 sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
                 scores = torch.cat([scores, sinks], -1)
             weights = scores.softmax(-1)[..., :length].to(value.dtype)
-            attended = (weights @ value[:, :, None]).flatten(1, 2)
+            attended = product(torch.matmul, weights, value[:, :, None]).flatten(1, 2)
         return attended.transpose(1, 2)
 
 

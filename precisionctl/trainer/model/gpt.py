@@ -21,6 +21,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
+from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
@@ -133,7 +134,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., E]` to `[..., V]`."""
-        logits = F.linear(hidden, self.output_weight, self.output_layer.bias if self.model.output_bias else None)
+        bias = self.output_layer.bias if self.model.output_bias else None
+        logits = product(F.linear, hidden, self.output_weight, bias)
         if self.model.logit_multiplier != 1:
             logits = logits * self.model.logit_multiplier
         cap = self.model.final_logit_softcapping

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from precisionctl.model_shape import Activation, ModelShape, MoE
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear
+from precisionctl.trainer.backends.bf16_products import product
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -103,7 +104,7 @@ class SharedExperts(MLP):
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = super().forward(hidden)
-        return out if self.gate_weight is None else out * F.linear(hidden, self.gate_weight).sigmoid()
+        return out if self.gate_weight is None else out * product(F.linear, hidden, self.gate_weight).sigmoid()
 
 
 class Experts(nn.Module):
