@@ -36,7 +36,9 @@ def sizes(family: str) -> dict[str, Any]:
         return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}
     if said.get("rope_parameters") is pico.LONG_ROPE:  # its factors are for heads of 16 channels
         return {**_WHOLE, "num_attention_heads": 16, "num_key_value_heads": 8}
-    return {**_WHOLE, "head_dim": 64} if "head_dim" in said else _WHOLE
+    if said.get("num_key_value_heads") == 1:
+        return {**_WHOLE, "num_attention_heads": 2}
+    return _WHOLE | {key: size for key, size in (("head_dim", 64), ("intermediate_size_mlp", 384)) if key in said}
 
 
 @pytest.mark.soak

@@ -41,7 +41,7 @@ def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(fa
     assert done.exit_code == 0, done.stderr
     losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run" / METRICS)]
     assert len(losses) == 10
-    assert losses[-1] < losses[0]
+    assert sum(losses[5:]) / 5 < losses[0]
     trained, _ = load(open_checkpoint(tmp_path / "run"))
     tokens = torch.randint(80, (4, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -50,6 +50,9 @@ def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(fa
             assert "no linear" in export(tmp_path, "--scheme", "static").stderr
             return
         done = export(tmp_path, "--scheme", "dynamic")
+        if family == "llama4":
+            assert "transformers does not load experts of a layer as one tensor" in done.stderr
+            return
         assert done.exit_code == 0, done.stderr
         # as it is stored: transformers 5.17 leaves routers in BF16 where it is asked for FP32
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).eval()(tokens).logits

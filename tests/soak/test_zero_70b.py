@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from precisionctl.checkpoints.torch_zip_writer import Blank, lay_out
+from precisionctl.dtypes import DType
 
 RANKS, GROUP = 64, 1_000_000_000
 """DeepSpeed's default of elements in a group of parameters on a rank (`sub_group_size`)."""
@@ -55,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in range(RANKS):
         torch.save(states, directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         flat = [
-            {kind: Blank(torch.float32, (count,)) for kind in ("fp32", "exp_avg", "exp_avg_sq")} for count in counts
+            {kind: Blank(DType.float32, (count,)) for kind in ("fp32", "exp_avg", "exp_avg_sq")} for count in counts
         ]
         moments = {n: {k: one[k] for k in ("exp_avg", "exp_avg_sq")} | {"step": 100} for n, one in enumerate(flat)}
         inner = {"zero_stage": 3, "partition_count": RANKS, "fp32_flat_groups": [one["fp32"] for one in flat]}
