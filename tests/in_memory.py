@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
-from precisionctl.export.encode import WeightFormat, encode, in_scheme
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, served
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import Numbers, after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
@@ -114,7 +115,8 @@ def export(
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, respelled=True)
-    plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"]))
+    refusal = partial(engines()["vllm"].refusal, scheme=scheme, served=served(values, 1))
+    plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory,

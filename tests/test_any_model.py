@@ -24,7 +24,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
-from precisionctl.engines.ignoring import by_name_or_regex
+from precisionctl.engines.ignore_lists import by_name_or_regex
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan

@@ -12,7 +12,7 @@ import torch
 from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
 
-from precisionctl.architectures.rearrange import Grouped
+from precisionctl.architectures.rearrangements import Grouped
 from precisionctl.checkpoints.base import Bytes, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint

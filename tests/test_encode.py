@@ -40,7 +40,8 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
     made: Policy = AsBefore(encodings, None, fixed_hold=True)
     if policy in ("static", "dynamic"):
         form = WeightFormat(quant_methods()["compressed-tensors"], policy)  # type: ignore[arg-type]
-        made = in_scheme(plan, in_memory.recorded(reader), form, PRESETS["fp8-delayed"])
+        states = in_memory.recorded(reader)
+        made = in_scheme(plan, states, form, PRESETS["fp8-delayed"], lambda name, spec: None, why_no_state="")
     before = plan.digest
     first, second = encode(plan, made), encode(plan, made)
     assert plan.digest == before and not plan.encodes and not plan.codes

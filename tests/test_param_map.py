@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrange import QKV
+from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import DSA, MLA, GatedDeltaNet, Mamba2, ModelShape, MoE
 from precisionctl.planning.segments import lower

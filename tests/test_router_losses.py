@@ -19,9 +19,9 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import RouterSettings, load_recipe
 from precisionctl.trainer.data.batch import IGNORED, Batch
-from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_losses import NO_BALANCE, Balance
+from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved.balance import balance_of
 
 LAYER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")

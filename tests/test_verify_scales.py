@@ -29,8 +29,8 @@ from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
-from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.compare import Comparison, compare
+from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.losses import LOWEST_DB, Losses
 

@@ -36,7 +36,7 @@ import os, signal, socket, sys
 sys.path[:] = sys.argv[2:]
 sys.modules["torch"] = None
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from precisionctl.tokens import chat, loads, work
+from precisionctl.tokens import chat, safe_tokenizer, server
 asked = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while fds := socket.recv_fds(asked, 1, 2)[1]:
@@ -46,7 +46,7 @@ while fds := socket.recv_fds(asked, 1, 2)[1]:
         asked.close()
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        work.main()
+        server.main()
         os._exit(0)
     for fd in fds:
         os.close(fd)

@@ -46,7 +46,7 @@ def make_source(folder: Path, **settings: Any) -> Path:
 
 def add_tokenizer(folder: Path, model_type: str = "") -> Path:
     """Add a tokenizer of 65 words to a directory."""
-    if model_type in ("qwen2", "qwen3_5", "qwen3_5_moe"):  # transformers makes its own kind, which knows no words
+    if model_type in ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"):  # their own kinds know no words
         characters = ["<eos>", "\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
         words = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, []))
     else:

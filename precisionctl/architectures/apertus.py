@@ -14,7 +14,7 @@ from precisionctl.architectures.llama_rows import (
     model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrange import SAME, SCALAR
+from precisionctl.architectures.rearrangements import SAME, SCALAR
 from precisionctl.architectures.rope import rope
 
 _LLAMA3 = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
-from precisionctl.architectures.rearrange import GAMMA
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.param import COLUMNS, ROWS
 
 _QUERY_LATENT = when("query_latent")

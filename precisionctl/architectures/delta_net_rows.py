@@ -10,7 +10,7 @@ from dataclasses import replace
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
-from precisionctl.architectures.rearrange import GAMMA, ORDINARY_GAMMA, Rearrangement
+from precisionctl.architectures.rearrangements import GAMMA, ORDINARY_GAMMA, Rearrangement
 from precisionctl.param import COLUMNS, CONV_PARTS, IN_PROJ_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.linear_attn.", "decoder.layers.{layer}.self_attention."

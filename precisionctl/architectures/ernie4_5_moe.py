@@ -24,7 +24,7 @@ from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
-from precisionctl.architectures.rearrange import SQUEEZED
+from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 

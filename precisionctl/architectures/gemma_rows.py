@@ -3,7 +3,7 @@ before a block, OLMo 2 and others instead of these."""
 
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, model_rows
 from precisionctl.architectures.param_map import Row
-from precisionctl.architectures.rearrange import GAMMA
+from precisionctl.architectures.rearrangements import GAMMA
 
 POST_ATTENTION_NORM = (
     Row(

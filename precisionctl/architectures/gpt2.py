@@ -19,8 +19,8 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
-from precisionctl.architectures.rearrange import QKV, SAME, Joined, Transposed
-from precisionctl.architectures.rearrange import VOCABULARY as PADDED
+from precisionctl.architectures.rearrangements import QKV, SAME, Joined, Transposed
+from precisionctl.architectures.rearrangements import VOCABULARY as PADDED
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 

@@ -21,7 +21,7 @@ from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROT
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrange import SAME, Alternating, Rearrangement, Transposed
+from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 

@@ -8,7 +8,7 @@ from precisionctl.architectures.config_keys import Always, Config, Fields, Rule,
 from precisionctl.architectures.gpt2 import SIZES
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, OUTPUT_BIAS, PROJ_BIAS, QKV_BIASES
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrange import QKV
+from precisionctl.architectures.rearrangements import QKV
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 

@@ -26,7 +26,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.rearrange import Transposed
+from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.smollm3 import ROPE_LAYERS, with_rope
 from precisionctl.model_shape import ModelShape

@@ -1,7 +1,7 @@
 """Groups of rows that Llama, and every family that took its names from it, have in common."""
 
 from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
-from precisionctl.architectures.rearrange import GAMMA, GATE_UP, QKV, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, QKV, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 # Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and

@@ -7,7 +7,7 @@ from precisionctl.architectures.config_keys import Key
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.qwen2 import ARCHITECTURE as QWEN2
-from precisionctl.architectures.rearrange import GAMMA, OTHER_HALF_FIRST
+from precisionctl.architectures.rearrangements import GAMMA, OTHER_HALF_FIRST
 from precisionctl.param import ROWS
 
 _PREDICTION = (

@@ -5,7 +5,7 @@ transformers 5 has them in memory.
 """
 
 from precisionctl.architectures.param_map import Either, Row, renamed, when
-from precisionctl.architectures.rearrange import GAMMA, GATE_UP, SAME
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME
 from precisionctl.param import COLUMNS, GATED_ROWS
 
 MOE_NORM = (

@@ -25,7 +25,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
-from precisionctl.architectures.rearrange import GAMMA, SAME
+from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import MOST_LAYERS, ModelShape
 from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel

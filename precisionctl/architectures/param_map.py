@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.rearrange import SAME, Rearrangement
+from precisionctl.architectures.rearrangements import SAME, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch

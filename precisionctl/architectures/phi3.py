@@ -16,7 +16,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Row
-from precisionctl.architectures.rearrange import QKV, Joined
+from precisionctl.architectures.rearrangements import QKV, Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS

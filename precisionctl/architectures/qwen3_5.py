@@ -9,7 +9,7 @@ from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, delta_net, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Either, Row
-from precisionctl.architectures.rearrange import BY_KIND
+from precisionctl.architectures.rearrangements import BY_KIND
 
 IN_PROJ = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 

@@ -11,7 +11,7 @@ from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, 
 from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS
-from precisionctl.architectures.rearrange import BY_HEAD
+from precisionctl.architectures.rearrangements import BY_HEAD
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},

@@ -17,7 +17,7 @@ from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.moe_rows import EXPERTS, FUSED
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.read_off import rows as rows_of
-from precisionctl.architectures.rearrange import Transposed
+from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape, Wrapper
 from precisionctl.param import TensorSpec

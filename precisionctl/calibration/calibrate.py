@@ -34,11 +34,11 @@ from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
-from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.settings import check_length, read_rows, with_data
 from precisionctl.trainer.start import CALIBRATED

@@ -20,12 +20,9 @@ from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.trainer_run import (
-    NO_SCHEDULE,
-    OF_THE_LOOP,
     ParameterGroup,
     TrainerRun,
-    adam_settings,
-    lost_settings,
+    adam_run,
     muon_settings,
     trainer_step,
     with_parameters,
@@ -152,9 +149,7 @@ class DcpModelReader(TrainerDirectory):
     def trainer_run(self) -> TrainerRun:
         """AdamW's count and settings. Raises CheckpointError where parameters differ in their counts."""
         muon, adam = ([group for group in self._groups if group.of_muon == is_muon] for is_muon in (True, False))
-        settings = adam_settings(adam, self.path)
-        left = (NO_SCHEDULE, *OF_THE_LOOP, *lost_settings(adam))
-        found = TrainerRun(self._optimizer.updates(self.path), settings, left)
+        found = adam_run(self._optimizer.updates(self.path), adam, self.path)
         if not muon:
             return found
         own = ("different settings for groups of Muon",) if len({repr(one.settings) for one in muon}) > 1 else ()

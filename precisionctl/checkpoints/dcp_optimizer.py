@@ -21,9 +21,10 @@ from precisionctl.checkpoints.trainer_run import (
     NO_COUNT,
     ParameterGroup,
     count_of_updates,
+    not_adams,
     stored_group,
 )
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage, shown
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 
 _INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
@@ -55,9 +56,7 @@ class DcpOptimizer:
     @property
     def unread(self) -> str:
         """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
-        found = {match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key))}
-        kinds = sorted(found - {"step", *MOMENTS})
-        return f"{shown(kinds)}, which AdamW has not" if kinds else ""
+        return not_adams(match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
 
     def updates(self, where: Path) -> int:
         """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each, and

@@ -17,17 +17,15 @@ from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import (
-    NO_SCHEDULE,
-    OF_THE_LOOP,
     TrainerRun,
-    adam_settings,
+    adam_run,
     count_of_updates,
     different_counts,
-    lost_settings,
+    not_adams,
     stored_group,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
-from precisionctl.param import MOMENTS, TensorSpec, state_name
+from precisionctl.param import TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
@@ -60,7 +58,7 @@ _BUFFER = ".e_score_correction_bias"
 """What DeepSeek's routers add to scores; a rule changes it, and no optimizer."""
 
 
-def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool = False) -> list[str]:
+def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool) -> list[str]:
     """The names in the order of the model's parameters, with experts before the router's gate or behind it. Raises
     CheckpointError for modules whose order is not known."""
     names = list(names)
@@ -170,9 +168,8 @@ class NumberedOptimizer:
         with damage("its optimizer is not what PyTorch saves", self.path, DROP_OPTIMIZER):
             saved = skeleton(self.path)
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
-            if others := {kind for state in states.values() for kind in state} - {"step", *MOMENTS}:
-                what = f"its optimizer has {shown(sorted(map(str, others)))}, which AdamW has not"
-                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+            if others := not_adams(kind for state in states.values() for kind in state):
+                raise CheckpointError(f"its optimizer has {others}", where=self.path, do=DROP_OPTIMIZER)
             shapes = dict[int, tuple[int, ...]]()
             for index, state in states.items():
                 tensors = {kind: one for kind, one in state.items() if kind != "step"}
@@ -220,5 +217,4 @@ class NumberedOptimizer:
         names = [[name for index in group["params"] for name in held.get(index, ())] for group in stored]
         shapes = [{name: self.parameters[name].shape for name in each} for each in names]
         groups = [stored_group(one, self.path, of) for one, of in zip(stored, shapes, strict=True)]
-        left = (NO_SCHEDULE, *OF_THE_LOOP, *lost_settings(groups))
-        return TrainerRun(counts.pop(), adam_settings(groups, self.path), left)
+        return adam_run(counts.pop(), groups, self.path)

@@ -17,6 +17,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, at, shown
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.untrusted.safe_files import check_fetched, whole_length
+from precisionctl.untrusted.safe_pickle import sizes
 
 DTYPES: Mapping[str, DType] = {
     "F64": DType.float64,
@@ -124,15 +125,11 @@ def _natural(digits: str) -> int:
 def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a tensor is described by its dtype, shape and data_offsets")
-    shape, span = entry["shape"], entry["data_offsets"]
-    for numbers in (shape, span):
-        if type(numbers) is not list or len(numbers) > 64 or not all(type(number) is int for number in numbers):
-            raise ValueError(f"{shown(numbers)} as sizes or offsets")
-    begin, end = span
+    shape, (begin, end) = sizes(entry["shape"]), sizes(entry["data_offsets"])
     if entry["dtype"] in _NOT_READ:
         what = f"tensors of dtype {entry['dtype']} are not converted"
         raise NotUnderstood(what, do="Let the program that wrote it write BF16, or codes packed into U8.")
-    spec = shared_spec(tuple(shape), DTYPES[entry["dtype"]])
+    spec = shared_spec(shape, DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
     return StoredTensor(spec, base + begin)

@@ -12,12 +12,9 @@ from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory
 from precisionctl.checkpoints.trainer_run import (
     NO_COUNT,
-    NO_SCHEDULE,
-    OF_THE_LOOP,
     ParameterGroup,
     TrainerRun,
-    adam_settings,
-    lost_settings,
+    adam_run,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
 from precisionctl.param import STATE, TensorSpec, state_name
@@ -95,9 +92,7 @@ class SavedStatesReader(TrainerDirectory):
         """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
         if self._saved.updates is None:
             raise CheckpointError(NO_COUNT, where=self._directory, do=DROP_OPTIMIZER)
-        left = (NO_SCHEDULE, *self._saved.left, *OF_THE_LOOP, *lost_settings(self._saved.groups))
-        settings = adam_settings(self._saved.groups, self._directory)
-        return TrainerRun(self._saved.updates, settings, left)
+        return adam_run(self._saved.updates, self._saved.groups, self._directory, *self._saved.left)
 
     @property
     def iteration(self) -> int | None:

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
-from precisionctl.param import TensorSpec
+from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -109,6 +109,13 @@ def with_parameters(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
     return [group for group in groups if group.shapes is None or group.shapes]
 
 
+def adam_run(updates: int, groups: Sequence[ParameterGroup], where: Path, *left: str) -> TrainerRun:
+    """The run of a trainer whose optimizer is AdamW, with what else of it is `left` behind. Raises as
+    `adam_settings`."""
+    lost = (NO_SCHEDULE, *left, *OF_THE_LOOP, *lost_settings(groups))
+    return TrainerRun(updates, adam_settings(groups, where), lost)
+
+
 def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
     """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
     else of most.
@@ -185,6 +192,12 @@ def trainer_step(path: Path) -> int | None:
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def not_adams(kinds: Iterable[object]) -> str:
+    """Which of these kinds of state AdamW has not, in words; empty if it has all."""
+    others = sorted(map(str, set(kinds) - {"step", *MOMENTS}))
+    return f"{shown(others)}, which AdamW has not" if others else ""
 
 
 def different_counts(updates: Iterable[int]) -> str:

@@ -246,7 +246,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found: str = _first_said(quantization, "checkpoint_format", "format", "gptq")
+    found: str = _first_said(quantization, "checkpoint_format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
         raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
@@ -258,14 +258,15 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     if quantization.get("zero_point") not in (None, True):
         what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
-    found = _first_said(quantization, "version", "format", "gemm")
+    found = _first_said(quantization, "version", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
 
 
-def _first_said(quantization: Mapping[str, Any], key: str, older: str, usual: str) -> Any:
-    return next((quantization[each] for each in (key, older) if quantization.get(each) is not None), usual)
+def _first_said(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
+    """What is said under a key, or under `format`, as the tools' other versions have it; else what is usual."""
+    return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
 
 
 def _check_alike(quantization: Mapping[str, Any], where: object) -> None:

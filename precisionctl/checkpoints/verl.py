@@ -28,7 +28,7 @@ from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
-from precisionctl.checkpoints.trainer_run import different_counts, number, stored_group
+from precisionctl.checkpoints.trainer_run import different_counts, not_adams, number, stored_group
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.sizes import counted
@@ -98,9 +98,8 @@ def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mappi
         return replace(saved, unread="it is not under numbers, as torch.optim's is")
     groups = [dict(group) for group in contents[0][1]["param_groups"]]
     states = [(path, one["state"]) for path, one in contents]
-    kinds = dict.fromkeys(kind for _, one in states for state in one.values() for kind in state)
-    if others := [kind for kind in kinds if kind not in ("step", *MOMENTS)]:
-        return replace(saved, unread=f"{shown(others)}, which AdamW has not")
+    if others := not_adams(kind for _, one in states for state in one.values() for kind in state):
+        return replace(saved, unread=others)
     updates = {number(state["step"], path) for path, one in states for state in one.values()}
     if not updates:
         return saved  # it has made none

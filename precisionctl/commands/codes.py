@@ -65,7 +65,7 @@ def for_engine(request: Request, source: Source) -> Result:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
-        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.codes, known.why_none)
+        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme)
     if scheme in FIXED_INPUTS:
@@ -135,7 +135,8 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
             f"scheme {scheme} stores no input scales, so it takes no FP8 state", do="Leave --fp8-state out."
         )
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
-    if scheme == "block" and source.codes is not None and (in_powers_of_2(source.codes) or all_mxfp4(source.codes)):
+    now = source.encodings_now
+    if scheme == "block" and now is not None and (in_powers_of_2(now) or all_mxfp4(now)):
         numbers = "powers of 2"  # which MXFP4 needs to stay what it is
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
 

@@ -147,7 +147,7 @@ class Request:
                 "--recipe says how FP8 is made, but the result is not FP8",
                 do="Give --precision fp8 too, or leave --recipe out.",
             )
-        if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
+        if self.drop_fp8_state and self.for_inference:
             raise RecipeError(
                 "the input scales of FP8 weights come from the FP8 state",
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
@@ -157,7 +157,7 @@ class Request:
                 "--te-version is for state of Transformer Engine, and this result has none",
                 do="Leave --te-version out.",
             )
-        if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
+        if self.grouped_columns and self.for_inference:
             raise RecipeError("--grouped-columns is not for exports", do="Convert with --grouped-columns first.")
         if self.target is not None and not self.for_inference:
             raise RecipeError(

@@ -57,7 +57,7 @@ class Source:
         return merged(current, fixed) if current and fixed else current or fixed
 
     @property
-    def codes(self) -> WeightEncodings | None:
+    def encodings_now(self) -> WeightEncodings | None:
         """How the weights are encoded, if they are codes now."""
         return self.encodings if self.reader.encodings else None
 

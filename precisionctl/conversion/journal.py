@@ -99,7 +99,7 @@ def open_journal(
         yield journal
 
 
-def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1) -> bool:
+def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: int) -> bool:
     """Whether the destination is the complete result of this same conversion, killed after the rename and before its
     journal was removed; if so, the journal is removed now.
 

@@ -17,7 +17,7 @@ from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
-from precisionctl.engines.ignoring import Ignoring
+from precisionctl.engines.ignore_lists import IgnoreList
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
@@ -83,7 +83,7 @@ class Engine:
     fuses: bool
     reads_conv1d: bool
     experts: EngineRule
-    ignores: Mapping[str | tuple[str, str], Ignoring]
+    ignores: Mapping[str | tuple[str, str], IgnoreList]
     demands: Mapping[Demand, EngineRule]
     keys: Mapping[MissingKeys, EngineRule]
     cache: Mapping[str, str]
@@ -222,13 +222,13 @@ class Engine:
 
     def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
-        ignoring = self.ignores[directory.method]
+        ignore_list = self.ignores[directory.method]
         sliced = [name for name in directory.specs if name.endswith("]")]
         stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
             linears = self._first_expert(experts, directory.method) if name not in directory.scales else ()
             for linear in linears:
-                if not ignoring.leaves_out(directory.quantization, linear):
+                if not ignore_list.leaves_out(directory.quantization, linear):
                     what = f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
                     yield Finding(name, what, self.quantisation)
                     break
@@ -291,13 +291,13 @@ def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[F
 
 
 def _wrongly_ignored(
-    directory: QuantizedDirectory, ignoring: Ignoring, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
+    directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
 ) -> Iterator[Finding]:
     """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
     for name in _linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:
-            ignored = ignoring.leaves_out(directory.quantization, called)
+            ignored = ignore_list.leaves_out(directory.quantization, called)
             which = "its module" if called == module else f"its module, in memory `{called}`,"
             if coded and ignored:
                 yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignoring import by_name_or_regex, words
+from precisionctl.engines.ignore_lists import by_name_or_regex, words
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales

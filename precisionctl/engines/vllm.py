@@ -19,7 +19,7 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignoring import Ignoring, by_name, by_name_or_regex, by_part_or_glob
+from precisionctl.engines.ignore_lists import IgnoreList, by_name, by_name_or_regex, by_part_or_glob
 from precisionctl.engines.required_keys import of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -95,10 +95,10 @@ ENGINE = Engine(
     reads_conv1d=True,
     experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
-        "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
-        "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),
-        "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_name),
-        "mxfp8": Ignoring(("ignored_layers",), by_part_or_glob),
+        "compressed-tensors": IgnoreList(("ignore",), by_name_or_regex),
+        "modelopt": IgnoreList(("ignore", "exclude_modules"), by_part_or_glob),
+        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), by_name),
+        "mxfp8": IgnoreList(("ignored_layers",), by_part_or_glob),
     },
     demands={
         unsaid_activations("fp8"): EngineRule(

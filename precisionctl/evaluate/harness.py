@@ -117,7 +117,7 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 
-def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None = None) -> dict[str, Any]:
+def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
     """Run lm-eval's tasks, given by name or YAML file, on a checkpoint, with at most `limit` examples of each. Returns
     the `precision` in words, lm-eval's `results` by task, and `samples`, the number of examples by task.
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from precisionctl.architectures.families import table_of
 from precisionctl.engines.serving import ServingLayout, fused, in_step
 from precisionctl.errors import PrecisionError
-from precisionctl.export.input_scales import NO_STATE, input_amaxes
+from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import UntabledModel
@@ -150,8 +149,9 @@ class WeightFormat:
 
 
 _MATCHED_BY_PART = ("modelopt",)
-"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignoring.py`, by_part_or_glob): a
-router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any `output.dense`."""
+"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignore_lists.py`,
+by_part_or_glob): a router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any
+`output.dense`."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 """An engine's list of the modules that stay values, the first, as it looks for them, beside the modules of codes."""
 
 
-def served(plan: Plan, ranks: int = 1) -> ServingLayout:
+def served(plan: Plan, ranks: int) -> ServingLayout:
     """A plan's model on so many GPUs."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
         return ServingLayout.of(plan.model.config)
@@ -239,15 +239,15 @@ def in_scheme(
     states: Fp8States | None,
     form: WeightFormat,
     precision: Precision,
-    refusal: Refusal | None = None,
+    refusal: Refusal,
     *,
+    why_no_state: str,
     keep_refused: bool = False,
-    why_no_state: str = NO_STATE,
     kept: Kept | None = None,
 ) -> InScheme:
     """The policy that makes of a plan of BF16 values one of codes in a format.
 
-    `precision` says which modules stay in BF16. Weights of shapes that the engine refuses are an error, or, with
+    `precision` says which modules stay in BF16. Weights that there is a `refusal` of are an error, or, with
     `keep_refused`, stay in BF16 too, with all that engines want in one form with them. `kept` makes the list of what is
     not quantized. The scheme `static` takes its input scales from `states`; `why_no_state` says why there are none, if
     there are none.
@@ -255,7 +255,6 @@ def in_scheme(
     Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
     are refused, and for weights that a family stores transposed (GPT-2's Conv1D).
     """
-    refusal = refusal or partial(served(plan).refusal, scheme=form.scheme, ragged="last")
     jobs = fp8_jobs(plan, precision)
     refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
     if refused and not keep_refused:

@@ -26,10 +26,7 @@ _RECORD = (
 )
 
 
-NO_STATE = "the checkpoint has no FP8 state"
-
-
-def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str = NO_STATE) -> dict[str, Tensor]:
+def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str) -> dict[str, Tensor]:
     """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
     MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state."""
     if states is None:

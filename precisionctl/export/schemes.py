@@ -4,7 +4,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
-from precisionctl.export.input_scales import NO_STATE, input_amaxes, why_too_small
+from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
@@ -17,7 +17,7 @@ def best_scheme(
     precision: Precision,
     states: Fp8States | None,
     encodings: WeightEncodings | None,
-    why_no_state: str = NO_STATE,
+    why_no_state: str,
 ) -> tuple[Scheme, str]:
     """The scheme for a plan in BF16, and the reason in words. `encodings` is how the source's weights are encoded, if
     they are codes; `why_no_state` says why there are no `states`.

@@ -202,7 +202,7 @@ def share(tensors: Sequence[BlockScales]) -> None:
         tensor.amax, tensor.fits = amax, fits
 
 
-def share_global(tensors: Sequence[BlockScales], *, always: bool = False) -> None:
+def share_global(tensors: Sequence[BlockScales], *, always: bool) -> None:
     """Give several tensors that engines compute as one a new global scale in common, where one of them needs another.
     Where they had different ones, which somebody has chosen so, they keep them, unless they must `always` share it."""
     if len(tensors) < 2:

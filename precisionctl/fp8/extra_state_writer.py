@@ -62,7 +62,7 @@ def columns_of(state: Fp8State, recipe: DelayedScaling, te: TeVersion) -> Direct
     return found[0], found[1]
 
 
-def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, te: TeVersion = 2) -> bytes:
+def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, te: TeVersion) -> bytes:
     """The bytes of an `_extra_state` with these columns, of `gemms` GEMMs."""
     payload: dict[str, object] = {"recipe": _recipe_object(recipe)} if te == 2 else {}
     for direction, columns in zip(("fwd", "bwd"), directions, strict=True):

@@ -11,7 +11,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.planning.plan import Job, Plan
 
 
-def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Plan:
+def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     """The plan to Hugging Face's layout with other weights as those of FP8 GEMMs.
 
     A pattern is the shell's, and must match the whole name of a module as the directory has it, which is a weight's

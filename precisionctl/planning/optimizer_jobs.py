@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from precisionctl.architectures.rearrange import SAME, Gamma
+from precisionctl.architectures.rearrangements import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError
 from precisionctl.param import KINDS, MOMENTUM, Layout, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.checks import check_names
@@ -25,9 +25,7 @@ class OptimizerSource(Protocol):
 DROP = "Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter."
 
 
-def optimizer_jobs(
-    jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool = True
-) -> Iterator[Job]:
+def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool) -> Iterator[Job]:
     """The jobs for the optimizer's tensors of the parameters in `jobs`, with the `masters` or without.
 
     From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros

@@ -113,8 +113,8 @@ def measure_weights(
     jobs: Sequence[Job],
     states: Fp8States | None,
     *,
-    workers: int = 1,
-    on_bytes: Callable[[int], None] = lambda count: None,
+    workers: int,
+    on_bytes: Callable[[int], None],
 ) -> dict[str, list[MeasuredWeight]]:
     """What was measured of each FP8 GEMM's weight, by module: one, or one for each expert.
 

@@ -16,7 +16,7 @@ from precisionctl.sizes import size
 from precisionctl.tokens.limits import Limits
 from precisionctl.tokens.wire import Packet, receive, send
 
-_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from precisionctl.tokens.work import main; main()"
+_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from precisionctl.tokens.server import main; main()"
 """Uses the parent's `sys.path`, and does not import its `__main__`, as multiprocessing would."""
 
 _STARTING = Limits(300.0, 0)
@@ -30,7 +30,7 @@ class Ended(Exception):
 
 
 class Process:
-    """A process that runs `work.main`. Raises EnvironmentProblem if it does not start. With `one_core` the tokenizers
+    """A process that runs `server.main`. Raises EnvironmentProblem if it does not start. With `one_core` the tokenizers
     library makes no threads."""
 
     def __init__(self, *, one_core: bool = False) -> None:

@@ -19,7 +19,7 @@ from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch
-from precisionctl.trainer.loop import accumulate_gradients, held_out_loss
+from precisionctl.trainer.passes import accumulate_gradients, held_out_loss
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.shadow import Decision, Shadow, compare_gradients

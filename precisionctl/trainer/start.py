@@ -32,8 +32,8 @@ from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State
 from precisionctl.sizes import counted
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.loop import backward
 from precisionctl.trainer.parallel.world import local
+from precisionctl.trainer.passes import backward
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.loading import COLLECTED
 

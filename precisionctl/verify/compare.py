@@ -19,9 +19,9 @@ from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.torch_when_used import torch
-from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
+from precisionctl.verify.encodings import compare_encodings
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses

@@ -10,7 +10,7 @@ from conversations import tokenizer
 from precisionctl.errors import DataError, PrecisionctlError, RecipeError
 from precisionctl.recipe import load_recipe
 from precisionctl.tokens.chat import ChatTemplate
-from precisionctl.tokens.loads import load
+from precisionctl.tokens.safe_tokenizer import load
 from precisionctl.tokens.samples import Conversation
 from precisionctl.trainer.data.rows import load_rows
 

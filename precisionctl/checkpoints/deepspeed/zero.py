@@ -36,7 +36,7 @@ from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
 from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
-from precisionctl.checkpoints.trainer_run import different_counts, number, stored_group
+from precisionctl.checkpoints.trainer_run import different_counts, not_adams, number, stored_group
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
@@ -233,8 +233,8 @@ def _without_zero(states: ModelStates) -> SavedStates:
         inner = outer.get("optimizer_state_dict", outer)
         if "fp32_groups_flat" in outer or not {"state", "param_groups"} <= inner.keys():
             return replace(saved, unread="it is flat, without the names of its parameters")
-        if others := {kind for state in inner["state"].values() for kind in state} - {"step", *MOMENTS}:
-            return replace(saved, unread=f"{shown(sorted(others))}, which AdamW has not")
+        if others := not_adams(kind for state in inner["state"].values() for kind in state):
+            return replace(saved, unread=others)
         firsts = first_names({name: states.module[name] for name in stored})
         buffers = {*states.shared, *states.content.get("buffer_names", ())}
         names = [name for name in dict.fromkeys(firsts.values()) if name not in buffers]

@@ -134,7 +134,7 @@ def has_marker(directory: Path) -> bool:
     return (directory / MARKER).is_file()
 
 
-def find_iteration(path: Path, iteration: int | None = None, complete: Callable[[Path], bool] = has_marker) -> Path:
+def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> Path:
     """The directory of an iteration under `path`: of `iteration` if given, else `path` itself if it is one, else the
     one that the tracker names. `complete` says whether a directory is a complete checkpoint.
 

@@ -312,8 +312,9 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
             continue
         state = _STATE.fullmatch(name)
         layer = _LAYER_OF.fullmatch(state[2] if state else name)
-        for having, old, new in moved if layer else ():
-            assert layer
+        if layer is None:
+            continue
+        for having, old, new in moved:
             if layer[2].startswith(old) and layer[1] + having in names and _has_mlp_norm(layer[1], names):
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)

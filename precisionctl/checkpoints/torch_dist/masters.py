@@ -6,32 +6,15 @@ another, its rounded master weight would differ from the stored weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from precisionctl.checkpoints.base import Chunk, in_pieces, read_rows
+from precisionctl.checkpoints.base import in_pieces, read_rows
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
-from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 
 _ELEMENTS = 1 << 20
 """Compared at a time."""
-
-
-@dataclass(frozen=True)
-class _Optimizer:
-    """The optimizer's tensors of a checkpoint as a source, for `read_rows`."""
-
-    reader: TorchDistReader
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self.reader.optimizer_specs
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.reader.chunks(name)
 
 
 def prove_masters(reader: TorchDistReader) -> str:
@@ -55,7 +38,7 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
 
     Also those whose master has another shape. Reads both, a few megabytes at a time.
     """
-    differing = []
+    both, differing = WithOptimizer(reader), []
     for master in [name for name in reader.optimizer_specs if name.startswith(MASTER)]:
         name = master.removeprefix(MASTER)
         weight = reader.specs.get(name)
@@ -63,8 +46,8 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
             differing.append(name)
             continue
         for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
-            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype.torch)
-            if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
+            rounded = read_rows(both, master, row, rows).to(weight.dtype.torch)
+            if not torch.equal(rounded.view(torch.uint8), read_rows(both, name, row, rows).view(torch.uint8)):
                 differing.append(name)
                 break
     return differing

@@ -29,7 +29,7 @@ def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Ite
             yield f"{prefix}{key}", value
 
 
-def local_names(state: Mapping[str, Any], where: object, indexed: bool = False) -> dict[str, Any]:
+def local_names(state: Mapping[str, Any], where: object, indexed: bool) -> dict[str, Any]:
     """The entries of a stage's state dict under Megatron-Core's names, with the rank's own layer and expert numbers.
     `indexed` says whether the model has indexers, which need not be in this stage.
 

@@ -252,7 +252,7 @@ Casts = dict[Tensor, Quantized]
 
 
 def fp8_gemm(
-    values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None = None
+    values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None
 ) -> Tensor:
     """`Fp8Matmul` of values `[..., in]`; returns `[..., out]` in the weight's dtype, or in the values' if the weight is
     codes. The weight is cast unless its cast is in `casts`, to which it is added."""

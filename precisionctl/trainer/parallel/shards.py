@@ -71,7 +71,7 @@ class ModelShards:
         """Whether tensor ranks have different shards of a parameter."""
         return self.tensors[name].spec.parallel != REPLICATED
 
-    def contributes_to_sum(self, module: str, role: Role, scattered: bool = False) -> bool:
+    def contributes_to_sum(self, module: str, role: Role, scattered: bool) -> bool:
         """Whether this rank's statistics of a module's role are added to those of other ranks. Of a tensor that several
         ranks have, only the first rank's are. With `scattered`, each tensor rank has other tokens of the output."""
         tensor, data = self.world.tensor, self.world.data_rank

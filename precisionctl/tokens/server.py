@@ -34,7 +34,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     pipe = _Pipe()
     sys.modules["torch"] = None  # type: ignore[assignment]  # not needed: transformers imports in one second, not three
-    from precisionctl.tokens import chat, loads
+    from precisionctl.tokens import chat, safe_tokenizer
 
     _silence()
     send(pipe, {})
@@ -43,7 +43,7 @@ def main() -> None:
 
     def load(fields: PacketFields, _: Parts) -> Answers:
         nonlocal tokenizer
-        tokenizer = loads.load(Path(fields["folder"]))
+        tokenizer = safe_tokenizer.load(Path(fields["folder"]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         yield {"end": tokenizer.eos_token_id, "size": len(tokenizer)}, []
 

@@ -14,7 +14,7 @@ from precisionctl.errors import PrecisionError, shown
 
 
 @dataclass(frozen=True)
-class Ignoring:
+class IgnoreList:
     """The list is under the first of `keys` that has one; `matches(entry, module)` is whether an entry of it means a
     module, by the module's full name."""
 
