@@ -1,7 +1,8 @@
 """Write pickles opcode by opcode: for classes that are not installed or imported here, and with reproducible bytes.
 
 `pickle.dumps` imports a class before it writes its name, and writes a memo that depends on which objects are shared.
-Here the bytes depend on the value alone: no memo, no frames. Only `dumps_with_memo` writes as pickle does.
+Here the bytes depend on the value alone: in the memo are classes and the names of fields, which make up most of an
+index otherwise. Only `dumps_with_memo` writes as pickle does.
 """
 
 import functools
@@ -78,6 +79,19 @@ class _Pickled(bytearray):
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        self._memo: dict[Global | str, bytes] = {}
+
+    def add_name(self, name: Global | str) -> None:
+        """Append a class, or the name of a field: in full the first time, then what gets it from the memo."""
+        if name in self._memo:
+            self += self._memo[name]
+            return
+        number = len(self._memo)
+        short = number < 256
+        index = bytes([number]) if short else struct.pack("<I", number)
+        self._memo[name] = (pickle.BINGET if short else pickle.LONG_BINGET) + index
+        self += _named(name) if isinstance(name, Global) else _text(name)
+        self += (pickle.BINPUT if short else pickle.LONG_BINPUT) + index
 
     def flush_if_full(self) -> None:
         """Write and empty the buffer when it holds a megabyte."""
@@ -104,6 +118,9 @@ def _bool(value: bool, to: _Pickled) -> None:
 
 
 def _int(value: int, to: _Pickled) -> None:
+    if 0 <= value < 256:
+        to += pickle.BININT1 + bytes([value])
+        return
     if -(1 << 31) <= value < 1 << 31:
         to += pickle.BININT + struct.pack("<i", value)
         return
@@ -117,8 +134,12 @@ def _float(value: float, to: _Pickled) -> None:
 
 
 def _str(value: str, to: _Pickled) -> None:
+    to += _text(value)
+
+
+def _text(value: str) -> bytes:
     text = value.encode(errors="surrogatepass")  # as pickle itself does
-    to += pickle.BINUNICODE + _length(text) + text
+    return pickle.BINUNICODE + _length(text) + text
 
 
 def _bytes(value: bytes, to: _Pickled) -> None:
@@ -126,7 +147,7 @@ def _bytes(value: bytes, to: _Pickled) -> None:
 
 
 def _global(value: Global, to: _Pickled) -> None:
-    to += _named(value)
+    to.add_name(value)
 
 
 @functools.cache
@@ -135,14 +156,22 @@ def _named(value: Global) -> bytes:
 
 
 def _object(value: PickledObject, to: _Pickled) -> None:
-    _global(value.make, to)
+    to.add_name(value.make)
     _tuple(value.arguments, to)
     to += pickle.NEWOBJ if value.new else pickle.REDUCE
     if value.items:
         _set_items(value.items, to)
-    if value.fields is not None:
-        _add(value.fields, to)
-        to += pickle.BUILD
+    if value.fields is None:
+        return
+    if isinstance(value.fields, tuple):
+        _tuple(value.fields, to)
+    else:
+        to += pickle.EMPTY_DICT + pickle.MARK
+        for name, item in value.fields.items():
+            to.add_name(name)
+            _add(item, to)
+        to += pickle.SETITEMS
+    to += pickle.BUILD
 
 
 def _persistent(value: PersistentId, to: _Pickled) -> None:
@@ -151,10 +180,15 @@ def _persistent(value: PersistentId, to: _Pickled) -> None:
 
 
 def _tuple(value: tuple[object, ...], to: _Pickled) -> None:
-    to += pickle.MARK
+    if len(value) >= len(_TUPLES):
+        to += pickle.MARK
     for item in value:
         _add(item, to)
-    to += pickle.TUPLE
+    to += _TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE
+
+
+_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+"""The opcodes for tuples of so many items, which need no mark below these."""
 
 
 def _list(value: list[object] | LazyList, to: _Pickled) -> None:
