@@ -134,6 +134,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "num_hidden_layers": 7,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 8,
+        "num_hidden_layers": 3,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss",
         "head_dim": 32,
@@ -414,7 +426,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$", name):
+            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
                 tensor.sub_(3)
