@@ -372,6 +372,7 @@ def block_kinds(family: str) -> set[Any]:
     fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    made |= {("heads of two sizes", model.global_attention is not None)}
     return made | {("gated delta nets", model.gdn is not None)}
 
 
@@ -428,6 +429,10 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if family == "gemma4" and name.endswith(
+                "q_norm.weight"
+            ):  # scores are not scaled: softmax would be all or none
+                tensor.mul_(0.25)
             elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
                 tensor.sub_(3)
     return as_its_config_says(model).to(dtype).eval()
