@@ -75,11 +75,23 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         model = from_hf_config(config, where)
         return in_directory(model, config, stored) if model.wrapper else model
     except UnknownArchitecture as why:
-        text = config.get("text_config")
-        if isinstance(text, Mapping) and text.get("model_type") in supported():
+        said = config.get("text_config")
+        text = said if isinstance(said, Mapping) else {}
+        if text.get("model_type") in supported() and not (is_wrapper(config) and _is_refused(text)):
             do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
+
+
+def _is_refused(config: Config) -> bool:
+    """Whether a family's table does not have the model of a config.json for a setting in it."""
+    try:
+        from_hf_config(config)
+    except UnknownArchitecture:
+        return True
+    except DamagedCheckpoint:  # keys that a wrapper's text model need not say
+        pass
+    return False
 
 
 def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
