@@ -429,6 +429,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
+                tensor.copy_(tensor.bfloat16())
             if family == "gemma4" and name.endswith(
                 "q_norm.weight"
             ):  # scores are not scaled: softmax would be all or none

@@ -9,9 +9,14 @@ import pytest
 import torch
 from conversions import run
 from safetensors.torch import load_file
+from trained_models import trained
+from trainer_directories import hf_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, read_model, to_hf_config
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
@@ -136,6 +141,21 @@ def test_every_bit_comes_back_from_megatron(container: Any, sizes: Parallelism, 
     assert all(torch.equal(before[name], after[name]) for name in before)
     configs = [json.loads((tmp_path / side / "config.json").read_text()) for side in ("hf", "back")]
     assert configs[0] == configs[1]
+
+
+def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(tmp_path: Path) -> None:
+    """transformers has the factor as a buffer, so a trainer's optimizer does not count it."""
+    model, optimizer = trained("gemma4", dtype=torch.bfloat16)
+    assert not any(name.endswith("layer_scalar") for name, _ in model.named_parameters())
+    run(hf_trainer(tmp_path / "run", model, optimizer), tmp_path / "first", "megatron")
+    sizes = Parallelism(tensor=2, pipeline=3)
+    run(tmp_path / "first", tmp_path / "legacy", "megatron", container="torch", parallelism=sizes)
+    run(tmp_path / "legacy", tmp_path / "second", "megatron", parallelism=Parallelism())
+    first, second = (WithOptimizer(open_checkpoint(tmp_path / name)) for name in ("first", "second"))
+    assert first.specs.keys() == second.specs.keys()
+    assert all(torch.equal(read_tensor(first, name), read_tensor(second, name)) for name in first.specs)
+    kept = [name for name in first.specs if name.endswith("layer_scalar")]
+    assert kept == [f"decoder.layers.{layer}.layer_scalar" for layer in range(3)]
 
 
 def test_ranks_divide_the_groups_of_both_kinds_of_attention(tmp_path: Path) -> None:
