@@ -213,7 +213,7 @@ class Architecture:
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
     makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
-    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has.
+    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has so.
     """
 
     model_types: Mapping[str, str]
