@@ -174,7 +174,15 @@ CONFIGS = {family: pico.make(family).config.to_dict() for family in ALL}
 OLDER_KEYS = (
     *("rope_scaling", "rope_theta", "rope_local_base_freq", "rotary_pct", "rotary_emb_base", "rotary_dim"),
     *("partial_rotary_factor", "original_max_position_embeddings", "sliding_window_pattern", "n_inner"),
-    *("mlp_only_layers", "decoder_sparse_step", "topk_method", "scoring_func", "use_sliding_window"),
+    *(
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "topk_method",
+        "scoring_func",
+        "use_sliding_window",
+    ),
 )
 
 
