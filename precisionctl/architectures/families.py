@@ -137,8 +137,8 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
-    kinds = {"moe": MoE, "mla": MLA, "dsa": DSA, "gdn": GatedDeltaNet, "mamba": Mamba2}
-    for group, kind in {**kinds, "global_attention": GlobalAttention}.items():
+    kinds = (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2))
+    for group, kind in (*kinds, ("global_attention", GlobalAttention)):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         groups[group] = kind(**values) if values else None

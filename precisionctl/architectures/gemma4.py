@@ -87,12 +87,12 @@ def _read_heads(config: Config, where: object) -> Fields:
         own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
     if "per_layer_config" in config:
         own = _of_layers(config["per_layer_config"], _windows(config, where), where)
-    everywhere = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
+    in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
     return {
         "num_attention_heads": size(config, "num_attention_heads", where),
-        **everywhere,
-        "global_attention.num_query_groups": own.get("num_key_value_heads", everywhere["num_query_groups"]),
-        "global_attention.kv_channels": own.get("head_dim", everywhere["kv_channels"]),
+        **in_window,
+        "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
+        "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
         "global_attention.keys_are_values": True,
     }
 
@@ -111,13 +111,13 @@ def _of_layers(said: object, windows: list[bool], where: object) -> dict[str, An
 
 
 def _write_heads(model: ModelShape) -> Config:
-    everywhere = model.attention_of(in_window=False)
+    without_window = model.attention_of(in_window=False)
     return {
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "num_global_key_value_heads": everywhere.num_query_groups,
-        "global_head_dim": everywhere.kv_channels,
+        "num_global_key_value_heads": without_window.num_query_groups,
+        "global_head_dim": without_window.kv_channels,
     }
 
 
