@@ -100,6 +100,20 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class GlobalAttention:
+    """What attention without a window has otherwise than that with one (Gemma 4): the fields of ModelShape of the same
+    names, in those layers."""
+
+    num_query_groups: int
+    kv_channels: int
+    keys_are_values: bool
+
+    def __post_init__(self) -> None:
+        for name in ("num_query_groups", "kv_channels"):
+            check_size(getattr(self, name), f"{name} without a window")
+
+
+@dataclass(frozen=True)
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
     of the text model's `model.` and `lm_head.`; `same` are beginnings of names that it has as the text model does. All
@@ -263,20 +277,24 @@ class ModelShape:
     LayerNorms have biases in Hugging Face; in Megatron they all have. `zero_centered_gamma`
     and `hf_zero_centered_gamma` say whether norms store their factor less one, in Megatron and in Hugging Face.
 
-    `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there
-    is one). In those layers an `attention_chunk_size` cuts a text into chunks of so many tokens, and a query sees keys
-    of its own. `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's
-    mapping, with `rope_type`. `rope_layers` has an entry for each layer: whether it has rotary embeddings (None: all
-    have). `rotary_interleaved` ones turn neighbouring channels, others those of two halves. `query_pre_attn_scalar` to
-    the power -1/2 scales attention's logits (None: the size of a head does). `query_scaling_beta` multiplies queries by
+    `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there is
+    one). In those layers an `attention_chunk_size` cuts a text into chunks of so many tokens, and a query sees keys of
+    its own. `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's mapping,
+    with `rope_type`. `rope_layers` has an entry for each layer: whether it has rotary embeddings (None: all have).
+    `rotary_interleaved` ones turn neighbouring channels, others those of two halves. `query_pre_attn_scalar` to the
+    power -1/2 scales attention's logits (None: the size of a head does). `query_scaling_beta` multiplies queries by
     `1 + beta * log(1 + floor(position / original context))`; with a `query_scaling_floor` in the context's place it is
     for layers without rotary embeddings alone, and positions count from 1. `qk_layernorm` is a norm of each head's
     query and key, and with `qk_layernorm_over_heads` one of all heads together; `qk_l2_norm` is one without weights, in
-    layers with rotary embeddings. With `attention_output_gate` what heads give is multiplied by the sigmoid of as many
-    channels, which the query projection makes too.
+    layers with rotary embeddings, and `v_l2_norm` such a one of each head's value. With `attention_output_gate` what
+    heads give is multiplied by the sigmoid of as many channels, which the query projection makes too. With
+    `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings.
+    `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
+    `attention_of`.
 
     `pre_layernorms` are norms of what attention and MLP read, `post_layernorms` of what they give, before it is
-    multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
+    multiplied by `residual_multiplier` and added; with `layer_scalar` what a layer gives is multiplied by a number of
+    its own, which is not trained. With `parallel_residual` both read the same hidden states, and with
     `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
     added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
 
@@ -317,6 +335,9 @@ class ModelShape:
     attention_output_gate: bool = False
     qk_layernorm_after_rope: bool = False
     qk_l2_norm: bool = False
+    v_l2_norm: bool = False
+    keys_are_values: bool = False
+    global_attention: GlobalAttention | None = None
     query_pre_attn_scalar: float | None = None
     query_scaling_beta: float | None = None
     query_scaling_floor: int | None = None
@@ -328,6 +349,7 @@ class ModelShape:
     logit_multiplier: float = 1.0
     pre_layernorms: bool = True
     post_layernorms: bool = False
+    layer_scalar: bool = False
     parallel_residual: bool = False
     shared_layernorm: bool = False
     tied_embeddings: bool = False
@@ -365,6 +387,7 @@ class ModelShape:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
+        self.attention_of(in_window=False)  # whose sizes are checked so, too
         freq = self.moe.layer_freq if self.moe else None
         by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
         by_layer["moe_layer_freq"] = freq
@@ -380,6 +403,18 @@ class ModelShape:
         """What config.json calls it: a wrapper by its own name."""
         return self.wrapper.model_type if self.wrapper else self.architecture
 
+    def attention_of(self, in_window: bool) -> "ModelShape":
+        """The model whose attention is everywhere as in layers with a window, or without one."""
+        if in_window or self.global_attention is None:
+            return self
+        return replace(self, global_attention=None, **vars(self.global_attention))
+
+    @property
+    def attentions(self) -> tuple["ModelShape", ...]:
+        """The model for each kind of attention that its layers have."""
+        kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
+        return tuple(map(self.attention_of, kinds))
+
     @property
     def rotary_size(self) -> int:
         """Channels of a head that rotary embeddings turn."""
@@ -389,7 +424,7 @@ class ModelShape:
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection, with the output gate."""
         queries = self.num_attention_heads * (1 + self.attention_output_gate)
-        return (queries + 2 * self.num_query_groups) * self.kv_channels
+        return (queries + (1 if self.keys_are_values else 2) * self.num_query_groups) * self.kv_channels
 
     @property
     def projection_size(self) -> int:
@@ -416,7 +451,7 @@ class ModelShape:
     def key_value_size(self) -> int:
         """Rows of the key and value projection: of MLA's latents, else of all groups."""
         if self.mla is None:
-            return 2 * self.key_size
+            return self.key_size if self.keys_are_values else 2 * self.key_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
 
     @property
@@ -535,9 +570,14 @@ class ModelShape:
         if self.mla:
             used |= {"mla": "some", "num_query_groups": None, "kv_channels": None}
             used |= {f"mla.{name}": value for name, value in vars(self.mla).items()}
-        elif self.query_pre_attn_scalar == self.kv_channels:
+        elif self.query_pre_attn_scalar == self.kv_channels and not self.global_attention:
             used["query_pre_attn_scalar"] = None
         windows = tuple(map(self.in_window, range(self.num_layers)))
+        own = vars(self.global_attention) if self.global_attention and not all(windows) else {}
+        used |= {"global_attention": "some" if own else None}
+        used |= {f"global_attention.{name}": value for name, value in own.items()}
+        if own and not any(windows):
+            used |= dict.fromkeys(own)
         if not any(windows):
             used |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
         elif all(windows):

@@ -51,6 +51,7 @@ def save(
     *,
     frozen: Mapping[str, Tensor] | None = None,
     shared: Mapping[str, str] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     groups: int = 2,
     padded: bool = False,
     spaced: bool = False,
@@ -59,7 +60,7 @@ def save(
     """A folder with `latest` and `global_step<step>`. `padded` leaves the padding at the end of the last rank's masters
     in, as the BF16 optimizer does; with `spaced` parameters of ZeRO 1 and 2 have padding of their own. The directory of
     the step is returned."""
-    frozen, shared = frozen or {}, shared or {}
+    frozen, shared, buffers = frozen or {}, shared or {}, buffers or {}
     directory = root / f"global_step{step}"
     directory.mkdir(parents=True)
     (root / "latest").write_text(directory.name)
@@ -68,9 +69,10 @@ def save(
     shapes = [OrderedDict((name, states["fp32"][name].shape) for name in group) for group in by_group]
     bf16 = {name: tensor.bfloat16() for name, tensor in states["fp32"].items()} | dict(frozen)
     bf16 |= {name: bf16[of] for name, of in shared.items()}
+    empty = torch.empty(0, dtype=torch.bfloat16)
     model: dict[str, Any] = {
-        "module": OrderedDict((n, torch.empty(0, dtype=torch.bfloat16) if stage == 3 else t) for n, t in bf16.items()),
-        "buffer_names": [],
+        "module": OrderedDict((n, empty if stage == 3 else t) for n, t in bf16.items()) | OrderedDict(buffers),
+        "buffer_names": [*buffers],
         "param_shapes": shapes if stage else None,
         "frozen_param_shapes": OrderedDict((name, one.shape) for name, one in frozen.items()) if stage > 1 else None,
         "shared_params": dict(shared),

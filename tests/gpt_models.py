@@ -23,6 +23,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
         "llama-2",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     ),
+    "llama of which some pairs turn": (
+        "llama-2",
+        {
+            "rope_parameters": {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.3,
+                "factor": 2.0,
+            }
+        },
+    ),
     "qwen2 with YaRN": ("qwen2", {"rope_parameters": pico.YARN_ROPE}),
     "phi3 turned in part": (
         "phi3",

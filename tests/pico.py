@@ -134,6 +134,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "num_hidden_layers": 7,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 8,
+        "num_hidden_layers": 3,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss",
         "head_dim": 32,
@@ -360,6 +372,7 @@ def block_kinds(family: str) -> set[Any]:
     fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+    made |= {("heads of two sizes", model.global_attention is not None)}
     return made | {("gated delta nets", model.gdn is not None)}
 
 
@@ -414,8 +427,14 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$", name):
+            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
+                tensor.copy_(tensor.bfloat16())
+            if family == "gemma4" and name.endswith(
+                "q_norm.weight"
+            ):  # scores are not scaled: softmax would be all or none
+                tensor.mul_(0.25)
             elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
                 tensor.sub_(3)
     return as_its_config_says(model).to(dtype).eval()

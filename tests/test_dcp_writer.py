@@ -40,7 +40,7 @@ def loaded(path: Path, family: str, one_group: bool = False) -> tuple[PreTrained
     return model, optimizer
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "phi3", "deepseek-v2"])
+@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "qwen3-moe", "gpt2", "phi3", "deepseek-v2", "gemma4"])
 def test_pytorch_goes_on_from_a_megatron_checkpoint_with_the_losses_of_the_run(tmp_path: Path, family: str) -> None:
     """PyTorch's checkpoint to Megatron's in BF16 with FP32 masters, and back to PyTorch."""
     model, optimizer = trained(family)

@@ -24,6 +24,7 @@ _WHOLE = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+_OF_SOME = {"head_dim": 64, "global_head_dim": 64, "intermediate_size_mlp": 384}
 _LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
 
 
@@ -38,7 +39,7 @@ def sizes(family: str) -> dict[str, Any]:
         return {**_WHOLE, "num_attention_heads": 16, "num_key_value_heads": 8}
     if said.get("num_key_value_heads") == 1:
         return {**_WHOLE, "num_attention_heads": 2}
-    return _WHOLE | {key: size for key, size in (("head_dim", 64), ("intermediate_size_mlp", 384)) if key in said}
+    return _WHOLE | {key: size for key, size in _OF_SOME.items() if key in said}
 
 
 @pytest.mark.soak

@@ -29,12 +29,13 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
     """What the convention passes over: half of attention, above the diagonal, routers, gates of shared experts, and
     what gated delta nets take beside."""
     nets = model.gdn.layers if model.gdn else ()
-    chunk, pairs = model.attention_chunk_size, 0
+    chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
         if not model.has_delta_net(layer):
             in_chunks = [chunk] * (LENGTH // chunk) * len(lengths) if chunk and model.in_window(layer) else lengths
-            pairs += sum(length**2 for length in in_chunks)
-    above = pairs * (model.query_size + model.projection_size) // 2
+            attention = model.attention_of(model.in_window(layer))
+            pairs = sum(length**2 for length in in_chunks)
+            above += pairs * (attention.query_size + attention.projection_size) // 2
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
     return 6 * (above + sum(lengths) * (routers + gates)) + sum(nets) * _beside_the_rule(model, lengths)

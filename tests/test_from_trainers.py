@@ -31,7 +31,16 @@ ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    ("family", "saved"), [("qwen3-moe", hf_trainer), ("llama-3", pytorch), ("llama-3", deepspeed), ("qwen2", verl)]
+    ("family", "saved"),
+    [
+        ("qwen3-moe", hf_trainer),
+        ("llama-3", pytorch),
+        ("llama-3", deepspeed),
+        ("qwen2", verl),
+        ("gemma4", hf_trainer),
+        ("gemma4", pytorch),
+        ("gemma4", deepspeed),
+    ],
 )
 def test_the_next_five_losses_are_the_other_trainers_but_for_rounding(
     tmp_path: Path, family: str, saved: Callable[[Path, Any, Any], Path]

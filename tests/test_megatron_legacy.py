@@ -90,6 +90,15 @@ def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str)
     same(LegacyReader(tmp_path / "release"), source)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_norms_of_one_head_are_whole_on_each_of_as_many_ranks_as_there_are_heads(tmp_path: Path, family: str) -> None:
+    """Each is as long as what its rank gives linear_proj, as a norm over all heads would be in its shard."""
+    source = model(tmp_path, family, 4)
+    assert source.model.num_attention_heads == 4
+    write(source, tmp_path / "release", Parallelism(tensor=4), companions=source.companions)
+    same(LegacyReader(tmp_path / "release"), source)
+
+
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)
 def test_experts_are_dealt_out_and_found_again(tmp_path: Path, sizes: Parallelism) -> None:
     source = model(tmp_path, "qwen3-moe", sizes.tensor)

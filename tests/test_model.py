@@ -54,6 +54,11 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"activation": "silu"}),
     ("gemma3", {"rotary_base_local": None}),
     ("gemma3", {"window_layers": None}),
+    ("gemma4", {"v_l2_norm": False}),
+    ("gemma4", {"rope_scaling": None}),
+    ("gemma4", {"rotary_base_local": None}),
+    ("gemma4", {"query_pre_attn_scalar": None}),
+    ("gemma4", {"final_logit_softcapping": None}),
     ("gpt-oss", {"activation": "silu"}),
     ("gpt-oss", {"activation_clamp": None}),
     ("gpt-oss", {"glu_offset": 0.0}),
@@ -192,6 +197,7 @@ def test_rope_scaling_of_a_type_that_is_not_known_is_refused() -> None:
     [
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rotary_base": 1.0},
+        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
         {"rotary_percent": 0.2},
         {"rotary_percent": 2.0},
     ],
@@ -291,9 +297,9 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
 
 
 def trained(name: str, model: ModelShape) -> bool:
-    """Whether an update changes a parameter: not what balances experts, nor layers and indexers that nothing runs, nor
-    biases that only Megatron has."""
-    kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps"))
+    """Whether an update changes a parameter: not what balances experts, nor buffers, nor layers and indexers that
+    nothing runs, nor biases that only Megatron has."""
+    kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps", "layer_scalar"))
     kept_as_it_is |= name.startswith("mtp.") or ".indexer." in name
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
     only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
-from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer, parameter_order
+from precisionctl.checkpoints.numbered_optimizer import ORDERS, NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
@@ -30,7 +30,7 @@ def test_the_order_of_parameters_is_that_of_the_class_or_not_known(family: str) 
         names = [name for name, _ in pico.make(family).named_parameters()]
     names = [name for name in names if not name.endswith("e_score_correction_bias")]  # which nothing trains
     try:
-        orders = [parameter_order(sorted(names), Path("somewhere"), experts_first=first) for first in (False, True)]
+        orders = [parameter_order(sorted(names), Path("somewhere"), behind) for behind in ORDERS]
     except CheckpointError:
         assert family in ("gpt-j", "gpt-neox", "llama4")
     else:
@@ -69,6 +69,8 @@ def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes:
         ("llama-tied", True, torch.float32),
         ("qwen2", False, torch.float32),
         ("gemma3", False, torch.bfloat16),
+        ("gemma4", True, torch.float32),
+        ("gemma4", False, torch.bfloat16),
         ("qwen3-moe", False, torch.float32),
         ("mixtral", False, torch.bfloat16),
         ("deepseek-v3", True, torch.float32),

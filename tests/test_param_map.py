@@ -149,7 +149,7 @@ def test_every_table_names_each_tensor_once() -> None:
     for table in supported().values():
         assert isinstance(table, Architecture)
         rows = table.spelled({}, MODEL)
-        megatron = [row.megatron for row in rows]
+        megatron = [(row.megatron, row.layers) for row in rows]
         hf = [(name, row.layers) for row in rows for name in row.hf]
         assert len(set(megatron)) == len(megatron)
         assert len(set(hf)) == len(hf)

@@ -26,7 +26,17 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import DSA, MLA, STORED, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE
+from precisionctl.model_shape import (
+    DSA,
+    MLA,
+    STORED,
+    TENSORS,
+    GatedDeltaNet,
+    GlobalAttention,
+    Mamba2,
+    ModelShape,
+    MoE,
+)
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
@@ -210,6 +220,7 @@ EXPERTS = dataclasses.replace(
 )
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
+GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 SCALED = dataclasses.replace(
@@ -252,6 +263,10 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "rope_layers": (False, True),
             "qk_layernorm": True,
             "qk_l2_norm": True,
+            "v_l2_norm": True,
+            "keys_are_values": True,
+            "layer_scalar": True,
+            "global_attention": GLOBAL.global_attention,
             "attention_output_gate": True,
             "query_pre_attn_scalar": 9.0,
             "attn_logit_softcapping": 0.1,
@@ -318,6 +333,12 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         }.items()
     ),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
+    *(
+        (GLOBAL, {f"global_attention.{name}": value})
+        for name, value in {"num_query_groups": 4, "kv_channels": 4, "keys_are_values": False}.items()
+    ),
+    (GLOBAL, {"query_pre_attn_scalar": 4.0}),
+    (DENSE, {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}),
     (DELTA, {"gdn.num_key_heads": 4}),
     (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
@@ -365,6 +386,8 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_GATE, {"activation_clamp": 0.01, "glu_offset": 2.0}),
     (LEARNED, {"rotary_base": 5.0, "rotary_percent": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     (LATENT, {"num_query_groups": 4, "kv_channels": 6}),
+    (dataclasses.replace(DENSE, window_layers=None), {"global_attention": GLOBAL.global_attention}),
+    (dataclasses.replace(GLOBAL, window_layers=(False, False)), {"num_query_groups": 4, "kv_channels": 2}),
     (ALL_EXPERTS, {"ffn_hidden_size": 9}),
     (NO_GROUPS, {"moe.num_groups": 4}),
     (NO_GROUPS, {"moe.num_groups": 4, "moe.group_topk": 4, "moe.group_scores": 2}),
@@ -425,13 +448,16 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, INDEXED, DELTA) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, INDEXED, DELTA, GLOBAL) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
         f"{group}.{field.name}"
-        for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet))
+        for group, kind in (
+            *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet)),
+            ("global_attention", GlobalAttention),
+        )
         for field in dataclasses.fields(kind)
     }
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
@@ -457,6 +483,11 @@ def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change:
     ((name, value),) = change.items()
     with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
         GPT(with_fields(model, change), BF16)
+
+
+def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here with global_attention="):
+        GPT(dataclasses.replace(LATENT, global_attention=GLOBAL.global_attention), BF16)
 
 
 # What Megatron-Core computes ------------------------------------------------------------------------------------------

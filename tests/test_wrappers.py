@@ -251,10 +251,13 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
 @pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if WRAPPERS[kind]["model_type"] in TEXT_MODELS])
 def test_what_a_text_config_leaves_out_is_what_its_class_takes(kind: str) -> None:
     model_type = WRAPPERS[kind]["model_type"]
-    told = AutoConfig.for_model(kind, text_config=AutoConfig.for_model(model_type)).to_dict()
+    said: dict[str, Any] = {
+        "qwen3_vl_moe": {"num_experts": 60},
+        "gemma4": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    }.get(kind, {})
+    told = AutoConfig.for_model(kind, text_config=AutoConfig.for_model(model_type, **said)).to_dict()
     assert told["text_config"]["model_type"] == model_type
-    numbers = {"num_experts": 60} if kind == "qwen3_vl_moe" else {}
-    short = told | {"text_config": {"model_type": model_type} | numbers}
+    short = told | {"text_config": {"model_type": model_type} | said}
     ours, theirs = (replace(from_hf_config(config), tied_embeddings=False) for config in (short, told))
     assert ours == theirs
 

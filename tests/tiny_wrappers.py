@@ -35,6 +35,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "pad_token_id": 0,  # which it reads in the place of an image
+        "attention_k_eq_v": True,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": MROPE},
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl_text",
@@ -93,13 +103,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 """What each wrapper's `text_config` is made of, beside TEXT."""
 
 
-TIED = {"gemma3"}
+TIED = {"gemma3", "gemma4"}
+
+OPTIONAL: dict[str, Any] = {"gemma4": {"vision_config": {}, "audio_config": {}}}
+"""Towers that a wrapper has only where its config says so."""
 
 
 def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
     """A wrapper whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(0)
-    config = shrunk(AutoConfig.for_model(kind).to_dict(), SMALL)
+    config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), SMALL)
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
@@ -148,4 +161,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
     words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
+    words += ("embed_vision", "audio_tower", "embed_audio")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}

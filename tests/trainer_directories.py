@@ -22,7 +22,8 @@ def pytorch(path: Path, model: Any, optimizer: Any) -> Path:
 def deepspeed(path: Path, model: Any, optimizer: Any) -> Path:
     states = {kind: trained_models.moments(model, optimizer, kind) for kind in trained_models.MOMENTS}
     states["fp32"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    deepspeed_files.save(path, states, 3, 2, step=2)
+    buffers = {name: one for name, one in model.named_buffers() if name in model.state_dict()}
+    deepspeed_files.save(path, states, 3, 2, buffers=buffers, step=2)
     return trained_models.config_of(model, path)
 
 

@@ -22,7 +22,17 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import DSA, MLA, TENSORS, GatedDeltaNet, Mamba2, ModelShape, MoE, UntabledModel
+from precisionctl.model_shape import (
+    DSA,
+    MLA,
+    TENSORS,
+    GatedDeltaNet,
+    GlobalAttention,
+    Mamba2,
+    ModelShape,
+    MoE,
+    UntabledModel,
+)
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -32,15 +42,6 @@ _NO_TABLE = (
     "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
     "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one)."
 )
-
-WITHOUT_TABLE: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"),
-        "its heads have two sizes, its last layers share the keys and values of earlier ones, and each layer has an "
-        "embedding, a factor and experts beside its MLP",
-    ),
-}
-"""Models that were looked at, and what no ModelShape says of them."""
 
 
 @cache
@@ -52,10 +53,9 @@ def supported() -> dict[str, Architecture]:
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
-        why = f": {WITHOUT_TABLE[model_type]}" if model_type in WITHOUT_TABLE else ""
         near = difflib.get_close_matches(model_type, supported(), n=1, cutoff=0.8)
         do = f"The nearest that is known is {near[0]}. {_NO_TABLE}" if near else _NO_TABLE
-        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`{why}", do=do)
+        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=do)
     return supported()[model_type]
 
 
@@ -75,11 +75,23 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         model = from_hf_config(config, where)
         return in_directory(model, config, stored) if model.wrapper else model
     except UnknownArchitecture as why:
-        text = config.get("text_config")
-        if isinstance(text, Mapping) and text.get("model_type") in supported():
+        said = config.get("text_config")
+        text = said if isinstance(said, Mapping) else {}
+        if text.get("model_type") in supported() and not (is_wrapper(config) and _is_refused(text)):
             do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
+
+
+def _is_refused(config: Config) -> bool:
+    """Whether a family's table does not have the model of a config.json for a setting in it."""
+    try:
+        from_hf_config(config)
+    except UnknownArchitecture:
+        return True
+    except DamagedCheckpoint:  # keys that a wrapper's text model need not say
+        pass
+    return False
 
 
 def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
@@ -125,7 +137,8 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
-    for group, kind in (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)):
+    kinds = (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2))
+    for group, kind in (*kinds, ("global_attention", GlobalAttention)):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         groups[group] = kind(**values) if values else None

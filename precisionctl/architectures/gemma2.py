@@ -27,6 +27,10 @@ from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
+SCALED_EMBEDDING = Rule(
+    (), lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}
+)
+
 OF_ALL_GEMMAS: tuple[Entry, ...] = (
     *SIZES,
     HEADS,
@@ -34,7 +38,7 @@ OF_ALL_GEMMAS: tuple[Entry, ...] = (
     Only("use_bidirectional_attention", False),
     Always("zero_centered_gamma", True),
     Always("hf_zero_centered_gamma", True),
-    Rule((), lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}),
+    SCALED_EMBEDDING,
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     tied(True),
 )

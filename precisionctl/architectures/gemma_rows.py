@@ -23,9 +23,7 @@ POST_MLP_NORM = (
     ),
 )
 
-ROWS = model_rows(
-    *ATTENTION_NORM,
-    *ATTENTION,
+AFTER_ATTENTION = (
     *POST_ATTENTION_NORM,
     Row(
         "model.layers.{layer}.pre_feedforward_layernorm.weight",
@@ -36,3 +34,5 @@ ROWS = model_rows(
     *MLP,
     *POST_MLP_NORM,
 )
+
+ROWS = model_rows(*ATTENTION_NORM, *ATTENTION, *AFTER_ATTENTION)

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.rearrangements import SAME, Rearrangement
+from precisionctl.architectures.rearrangements import SAME, Movable, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel, TensorSpec
 from precisionctl.torch_when_used import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Place = Mapping[str, int]
 """The numbers for a row's placeholders."""
@@ -65,12 +62,14 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, or an indexer, or all. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8:
-    routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether
-    values stay as stored whatever dtype the target has. A norm that is 1 more in Hugging Face than in Megatron would
-    lose bits on its way: with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than
-    that of the parameter of that name beside it, that dtype. `as_stored` is the same row under the source's names,
-    where those are not the ones to write.
+    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or all. `gemm` says
+    whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face
+    tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever dtype the target
+    has; one that is not `trained` is no parameter of the model's class in transformers but a buffer, of which no
+    optimizer has a state. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with
+    `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that
+    name beside it, that dtype. `as_stored` is the same row under the source's names, where those are not the ones to
+    write.
     """
 
     names: str | tuple[str, ...]
@@ -80,10 +79,11 @@ class Row:
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
     parts: str | None = None
-    layers: Literal["all", "dense", "moe", "attention", "gdn", "mamba", "indexed"] = "all"
+    layers: Literal["all", "dense", "moe", "attention", "gdn", "mamba", "indexed", "windowed", "global"] = "all"
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
+    trained: bool = True
     wide_beside: str | None = None
     as_stored: Row | None = None
 
@@ -103,7 +103,8 @@ class Row:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
-        return tuple(size if isinstance(size, int) else attrgetter(size)(model) for size in self.sizes)
+        here = self._in_its_layers(model)
+        return tuple(size if isinstance(size, int) else attrgetter(size)(here) for size in self.sizes)
 
     def cut(self, model: ModelShape) -> Parallel:
         """How tensor parallelism cuts the Megatron tensor of a model."""
@@ -115,19 +116,19 @@ class Row:
         if layout == "megatron":
             return (whole,)
         if self.is_row_permutation(model) and whole[0] <= _MOST_ROWS:
-            moved = self.rearrangement.split(np.empty((whole[0], 1), np.uint8), model)
+            moved = self.split(np.empty((whole[0], 1), np.uint8), model)
             return tuple((len(part), *whole[1:]) for part in moved)
         parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing
         return tuple(tuple(part.shape) for part in parts)
 
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        """Hugging Face's tensors as the whole Megatron one."""
-        whole: Tensor = self.rearrangement.merge(parts, model)
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        """Hugging Face's tensors as the whole Megatron one; of rows that are only moved, their numbers too."""
+        whole: Movable = self.rearrangement.merge(parts, self._in_its_layers(model))
         return whole
 
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         """The inverse of `merge`."""
-        return self.rearrangement.split(whole, model)
+        return self.rearrangement.split(whole, self._in_its_layers(model))
 
     def is_row_permutation(self, model: ModelShape) -> bool:
         """Whether `merge` and `split` only move rows (dimension 0)."""
@@ -157,6 +158,10 @@ class Row:
             number = 1
         return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
 
+    def _in_its_layers(self, model: ModelShape) -> ModelShape:
+        """The model as the row's layers have it."""
+        return model.attention_of(in_window=self.layers != "global")
+
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
         if model.mamba:
             return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
@@ -164,6 +169,8 @@ class Row:
             return model.has_delta_net(layer) == (self.layers == "gdn")
         if self.layers == "indexed":
             return model.has_indexer(layer)
+        if self.layers in ("windowed", "global"):
+            return model.in_window(layer) == (self.layers == "windowed")
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
 
     def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
@@ -206,7 +213,7 @@ class Architecture:
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
     makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
-    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has.
+    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has so.
     """
 
     model_types: Mapping[str, str]
@@ -278,7 +285,9 @@ def filled(template: str, place: Place) -> str:
     return template
 
 
-def only_in(layers: Literal["attention", "gdn", "mamba", "dense", "moe"], rows: Iterable[Row]) -> tuple[Row, ...]:
+def only_in(
+    layers: Literal["attention", "gdn", "mamba", "dense", "moe", "windowed", "global"], rows: Iterable[Row]
+) -> tuple[Row, ...]:
     """The rows, of such layers alone."""
     return tuple(replace(row, layers=layers) for row in rows)
 

@@ -92,22 +92,23 @@ class Grouped(_RowPermutation):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
 
     With an output gate, Hugging Face's queries are `q_0, gate_0, q_1, gate_1, ...`, and Megatron's groups
-    `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves.
+    `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves. Where keys are
+    values, there is no value.
     """
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        query, key, value = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
+        query, *others = (part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts)
         if model.attention_output_gate:
             query = self._with_gates(query, (-1, 2), model)
-        return _flat(_joined([query, key, value], 1))
+        return _flat(_joined([query, *others], 1))
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        queries = grouped.shape[1] - 2 * model.kv_channels
-        query, key, value = _cut(grouped, [queries, model.kv_channels, model.kv_channels], 1)
+        sizes: list[int] = [model.kv_channels] * (1 if model.keys_are_values else 2)
+        query, *others = _cut(grouped, [grouped.shape[1] - sum(sizes), *sizes], 1)
         if model.attention_output_gate:
             query = self._with_gates(query, (2, -1), model)
-        return tuple(_flat(part) for part in (query, key, value))
+        return tuple(_flat(part) for part in (query, *others))
 
     def _with_gates(self, query: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
         """Queries and gates of groups, `[groups, rows, ...]`, in the other order than (of heads, of both) this one."""

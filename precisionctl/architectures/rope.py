@@ -21,6 +21,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "longrope": ((), ("factor", "original_max_position_embeddings", "attention_factor")),
+    "proportional": (("partial_rotary_factor",), ("factor",)),
 }
 _ORIGINAL = "original_max_position_embeddings"
 _LISTS = ("short_factor", "long_factor")
@@ -84,12 +85,13 @@ def rope(
     return Rule(keys, read, write)
 
 
-def rope_by_kind(base: float, local_base: float) -> Rule:
+def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[str, Any]] | None = None) -> Rule:
     """Rotary embeddings of layers without a window and with one, whose base is their own and which have no scaling: by
-    kind of layer in transformers 5. transformers 4 has the usual keys, and perhaps `rope_local_base_freq`."""
+    kind of layer in transformers 5. transformers 4 has the usual keys, and perhaps `rope_local_base_freq`; a family
+    that it does not have takes the parameters `absent` where there are none."""
 
     def read(config: Config, where: object) -> Fields:
-        parameters = rotary_parameters(config, where)
+        parameters = rotary_parameters(config, where) or absent or {}
         if not {"full_attention", "sliding_attention"} & parameters.keys():
             local = config.get("rope_local_base_freq", local_base)
             fields = read_rope(config, where, parameters, base, 1.0)
@@ -107,6 +109,10 @@ def rope_by_kind(base: float, local_base: float) -> Rule:
         return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
 
     def write(model: ModelShape) -> Config:
+        if absent:
+            everywhere = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rotary_base}
+            in_window = {"rope_type": "default", "rope_theta": model.rotary_base_local}
+            return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": in_window}}
         config: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_local_base_freq": model.rotary_base_local}
         return config | ({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {})
 
@@ -126,6 +132,8 @@ def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base
     rope = {**parameters}
     theta = rope.pop("rope_theta", config.get("rope_theta", base))
     part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent))
+    if rope.get("rope_type") == "proportional":  # of all pairs, whose frequencies beyond this part are 0
+        rope["partial_rotary_factor"], part = 1.0 if part is None else part, 1.0
     return {
         "rotary_base": real(theta, "rope_theta", where),
         "rotary_percent": real(percent if part is None else part, "partial_rotary_factor", where),

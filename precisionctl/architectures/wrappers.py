@@ -59,6 +59,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "internvl": WrapperNames(text="qwen2", mark="multi_modal_projector.layer_norm."),
     "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
+    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="embed_vision.embedding_projection."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
     "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
@@ -103,6 +104,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
     "mistral": TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 8, 131072)),
     "qwen2": TextModel("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
     "gemma3_text": TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072) | {"head_dim": 256}),
+    "gemma4_text": TextModel("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"),
         TextModel(

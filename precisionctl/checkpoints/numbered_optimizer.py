@@ -45,8 +45,8 @@ _MODULES = (
     *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
-"""The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but a
-router's `gate` is behind the experts in some."""
+"""The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but
+for `ORDERS`."""
 
 TIED = "lm_head.weight"
 """The output layer, which some save beside the embeddings that it is tied to."""
@@ -54,12 +54,16 @@ TIED = "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
-_BUFFER = ".e_score_correction_bias"
-"""What DeepSeek's routers add to scores; a rule changes it, and no optimizer."""
+_BUFFERS = (".e_score_correction_bias", ".layer_scalar")
+"""What DeepSeek's routers add to scores, which a rule changes, and the factor of a layer of Gemma 4: no parameters."""
+
+ORDERS: Sequence[Mapping[str, str]] = ({}, {"experts": "router"}, {"q_norm": "q_proj", "k_norm": "q_norm"})
+"""Modules that some classes have elsewhere, each directly behind another one: experts before a router's `gate`, Gemma
+4's norms before the key projection."""
 
 
-def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool) -> list[str]:
-    """The names in the order of the model's parameters, with experts before the router's gate or behind it. Raises
+def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:
+    """The names in the order of the model's parameters, with modules `behind` others as one of `ORDERS` says. Raises
     CheckpointError for modules whose order is not known."""
     names = list(names)
     ranks = {module: float(rank) for rank, module in enumerate(_MODULES)}
@@ -67,8 +71,8 @@ def parameter_order(names: Iterable[str], where: Path, *, experts_first: bool) -
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
         raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
-    if experts_first:
-        ranks["experts"] = ranks["gate"] - 0.5
+    for module, other in behind.items():
+        ranks[module] = ranks[other] + 0.25
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else ranks[p] for p in name.split(".")])
 
 
@@ -117,13 +121,13 @@ def parameters_by_number(
     """The tensors of `specs` that the parameter of each number holds, one after the other: one, or those of all
     experts. Of the orders that classes have that one is taken whose `shapes` fit. Raises CheckpointError where none
     does."""
-    trained = [name for name in specs if not name.endswith(_BUFFER)]
+    trained = [name for name in specs if not name.endswith(_BUFFERS)]
     untied = [name for name in trained if name != TIED]
-    candidates = [(stacked_experts(names), first) for names in (trained, untied) for first in (False, True)]
-    candidates += [({name: (name,) for name in trained}, False)]  # experts one by one, as transformers 4 has them
+    candidates = [(stacked_experts(names), behind) for names in (trained, untied) for behind in ORDERS]
+    candidates += [({name: (name,) for name in trained}, {})]  # experts one by one, as transformers 4 has them
     refused: CheckpointError | None = None
-    for held, experts_first in candidates:
-        order = parameter_order(held, where, experts_first=experts_first)
+    for held, behind in candidates:
+        order = parameter_order(held, where, behind)
         try:
             named = names_by_number(groups, order, where)
         except CheckpointError as error:

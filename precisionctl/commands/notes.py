@@ -39,7 +39,7 @@ from precisionctl.sizes import counted, size
 _NAMES = {
     "Megatron-Bridge": "The result has Megatron-Bridge's names, for modules of its own: Megatron-Core alone does not "
     "build this family.",
-    "this project": "Neither Megatron-Core nor Megatron-Bridge has this family: its names in Megatron are this "
+    "this project": "Neither Megatron-Core nor Megatron-Bridge loads this family so: its names in Megatron are this "
     "project's.",
 }
 """Whose names a family has, where not Megatron-Core's."""

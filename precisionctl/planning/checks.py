@@ -122,12 +122,13 @@ def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
 def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
     """Raise ShapeMismatch if experts, or attention heads as Megatron distributes them, do not divide evenly over the
     ranks (TransformerConfig.__post_init__)."""
-    ranks, heads, groups = parallelism.tensor, model.num_attention_heads, model.num_query_groups
-    if heads % ranks or (groups % ranks and ranks % groups):
-        raise ShapeMismatch(
-            f"{heads} heads in {groups} query groups cannot be divided evenly among {ranks} tensor-parallel ranks",
-            do="Choose --tp that divides the heads, and is a multiple or a divisor of the groups.",
-        )
+    ranks, heads = parallelism.tensor, model.num_attention_heads
+    for groups in (each.num_query_groups for each in model.attentions):
+        if heads % ranks or (groups % ranks and ranks % groups):
+            raise ShapeMismatch(
+                f"{heads} heads in {groups} query groups cannot be divided evenly among {ranks} tensor-parallel ranks",
+                do="Choose --tp that divides the heads, and is a multiple or a divisor of the groups.",
+            )
     experts = model.moe.num_experts if model.moe else 0
     if parallelism.expert > 1 and not experts:
         raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts", do="Leave --ep out.")

@@ -60,8 +60,8 @@ def lower(
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
     numbers, starts = _number(reads.values())
-    whole = numbers[0] if source == "megatron" else row.source.rearrangement.merge(numbers, model)
-    outputs = (whole,) if target == "megatron" else row.rearrangement.split(whole, model)
+    whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
+    outputs = (whole,) if target == "megatron" else row.split(whole, model)
     outputs += outputs[:1] * len(copies)
     return [
         segment

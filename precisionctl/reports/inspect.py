@@ -318,7 +318,10 @@ def _coded_row(description: Description) -> tuple[str, str]:
 def _attention(model: Mapping[str, Any]) -> str:
     if model["mla"]:
         return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}"
-    return f"{counted(model['num_attention_heads'], 'head')}, {counted(model['num_query_groups'], 'key-value group')}"
+    own = model["global_attention"]
+    groups = counted(model["num_query_groups"], "key-value group")
+    without_window = f", {own['num_query_groups']} in layers without a window" if own else ""
+    return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}"
 
 
 def _experts(moe: Mapping[str, Any]) -> str:

@@ -119,7 +119,7 @@ class _Factors:
         if part and "linear_fc1" in b and self._saved.args.get("tensor_model_parallel_size") != 1:
             what = f"`{b}` was saved by several tensor-parallel ranks: Bridge cuts it in two then, like gate and up"
             raise MappingError(what, do="Load it in Bridge at the same sizes, and export it there.")
-        rows = [moved[:, 0] for moved in row.rearrangement.split(np.arange(size)[:, None], model)]
+        rows = [moved[:, 0] for moved in row.split(np.arange(size)[:, None], model)]
         if part:  # of which the factor has the rows alone, in the order that they have in the fused weight
             here = _PARTS[part][0]
             hf, rows = (hf[here],), [np.argsort(np.argsort(rows[here]))]

@@ -26,8 +26,9 @@ _KEY = re.compile(
     r"\.dtype_\(torch\.\w+, torch\.\w+\)\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 _ALIGNMENT = 64
-_NO_PARAMETER = (".expert_bias",)
-"""A router's expert bias is a buffer that a rule updates; no optimizer has it."""
+_NO_PARAMETER = (".expert_bias", ".layer_scalar")
+"""A router's expert bias is a buffer that a rule updates, and a layer's factor one that nothing does; no optimizer has
+them."""
 
 
 class _Bucket:

@@ -21,8 +21,9 @@ from precisionctl.param import MOMENTS, state_name
 from precisionctl.torch_when_used import is_tensor
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
-NO_PARAMETERS = ("expert_bias", "_extra_state")
-"""Suffixes of names in a state dict that no optimizer has. (A router's expert bias is updated by a rule.)"""
+NO_PARAMETERS = ("expert_bias", "layer_scalar", "_extra_state")
+"""Suffixes of names in a state dict that no optimizer has. (A rule updates a router's expert bias, and nothing a
+layer's factor.)"""
 _DECOUPLED = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 """Suffixes of parameters that `--decoupled-lr` puts into parameter groups of their own."""
 

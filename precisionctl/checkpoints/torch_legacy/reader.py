@@ -203,13 +203,15 @@ class LegacyReader(MegatronDirectory):
         if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (
             latent == name or latent not in self._shards
         ):
-            # of one head it is whole on every rank; over all heads it is as long as what a rank's give linear_proj
+            # of one head it is whole on every rank; over all heads it is as long as what a rank's give linear_proj, and
+            # that is one head where there are as many ranks (the size of a head is not that of every layer)
             query, proj = (
                 self._shards.get(re.sub(r"[qk]_layernorm", module, name)) for module in ("q_layernorm", "linear_proj")
             )
             length = query[0][0].tensor.shape if query else ()
             heads = proj[0][0].tensor.shape[-1:] if proj else ()
-            return ROWS if length == heads != (self.args.get("kv_channels"),) else REPLICATED
+            one_head = self.args.get("num_attention_heads") == self.parallelism.tensor
+            return ROWS if length == heads and not one_head else REPLICATED
         if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")):
             with damage("arguments that describe no gated delta net, and no mixer", self.path):
                 cut = read_mamba(self.args) if ".mixer." in name else read_delta_net(self.args)

@@ -19,14 +19,16 @@ MULTIPLY_ADD = 2
 def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward for sequences of these lengths, in tokens. Packed sequences are separate ones."""
     each = list(lengths)
-    # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with values
-    per_pair = model.query_size + model.projection_size
     whole, chunked = (sum(_pairs(length, size) for length in each) for size in (None, model.attention_chunk_size))
     products = sum(each) * weights_used(model)
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
             products += sum(each) * delta_rule(model)
         else:
+            attention = model.attention_of(model.in_window(layer))
+            # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with
+            # values
+            per_pair = attention.query_size + attention.projection_size
             products += (chunked if model.in_window(layer) else whole) * per_pair // 2
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products
 
@@ -59,6 +61,7 @@ def projections(model: ModelShape, layer: int) -> int:
     hidden, mla = model.hidden_size, model.mla
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+    model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
         return hidden * model.qkv_size + out

@@ -142,7 +142,8 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    widest = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]  # channels of activations
+    widest = [model.fc1_size]  # channels of activations
+    widest += [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     widest += [model.gdn.in_proj_size] if model.gdn else []
     if model.moe:
         widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
@@ -186,9 +187,10 @@ def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     gdn = model.gdn if model.has_delta_net(layer) else None
-    inside = _delta_net(gdn, kept) if gdn else _attention(model, kept, length)
-    attention = kept.input * model.hidden_size + inside / kept.tensor
-    return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
+    attention = model.attention_of(model.in_window(layer))
+    inside = _delta_net(gdn, kept) if gdn else _attention(attention, kept, length)
+    inside = kept.input * model.hidden_size + inside / kept.tensor
+    return norms * kept.norm * model.hidden_size / kept.tokens + inside + _inner(model, layer, kept)
 
 
 def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
@@ -199,12 +201,14 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
     else:
-        keys = model.key_value_size // 2
+        keys = model.key_size
         made = 2 * model.qkv_size + rotated * (model.query_size + keys)
         if model.attention_output_gate:  # its sigmoid, what that multiplies, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
+        if model.v_l2_norm:
+            made += kept.norm * keys
     fused = 4 * heads + 2 * out
     if model.attn_logit_softcapping is None and not model.softmax_offset:
         core = fused
@@ -247,6 +251,7 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
 
 def _tensors(model: ModelShape) -> Iterator[int]:
     """Sizes of the larger linears' weights."""
-    yield model.hidden_size * max(model.fc1_size, model.qkv_size, model.projection_size)
+    of_attention = (size for each in model.attentions for size in (each.qkv_size, each.projection_size))
+    yield model.hidden_size * max(model.fc1_size, *of_attention)
     yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
     yield model.hidden_size * model.gdn.in_proj_size if model.gdn else 0

@@ -94,8 +94,8 @@ class NormOverHeads(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value, each
-    D rows."""
+    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value if
+    keys are not values, each D rows. `model` is that of `attention_of` for this kind of layer."""
 
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
@@ -113,7 +113,9 @@ class SelfAttention(nn.Module):
             self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
-        self.l2_epsilon = norm.epsilon if model.qk_l2_norm else None
+        self.l2_epsilon = norm.epsilon
+        self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
+        self.keys_are_values = model.keys_are_values
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
@@ -125,7 +127,13 @@ class SelfAttention(nn.Module):
         """`[T, E]` to the same."""
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
-        query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
+        others = [1] if self.keys_are_values else [1, 1]
+        query, key, *values = (
+            part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - len(others), *others], 3)
+        )
+        value = values[0] if values else key
+        if self.v_l2_norm:
+            value = F.rms_norm(value, (self.head,), eps=self.l2_epsilon)
         if self.gated:
             of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
@@ -135,7 +143,7 @@ class SelfAttention(nn.Module):
         else:
             query = rotate(self.q_layernorm(query), positions, self.interleaved)
             key = rotate(self.k_layernorm(key), positions, self.interleaved)
-        if self.l2_epsilon is not None and positions.cos is not None:
+        if self.qk_l2_norm and positions.cos is not None:
             query, key = (F.rms_norm(heads, (self.head,), eps=self.l2_epsilon) for heads in (query, key))
         if positions.query_scale is not None:
             query = query * positions.query_scale[..., None, None].to(query.dtype)

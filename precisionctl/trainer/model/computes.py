@@ -24,6 +24,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input"), ANY),
+    **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
+    **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
+    "global_attention.keys_are_values": ANY,
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
     **dict.fromkeys(
@@ -50,6 +53,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
 BESIDE_MLA: Mapping[str, object] = {
     "qk_layernorm": False,
     "qk_l2_norm": False,
+    "v_l2_norm": False,
+    "keys_are_values": False,
     "attention_output_gate": False,
     "pre_layernorms": True,
     "parallel_residual": False,
@@ -90,6 +95,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
     if model.dsa and not model.query_latent:
         yield "dsa", model.dsa
+    if model.mla and model.global_attention:
+        yield "global_attention", model.global_attention
     if model.xielu and (model.moe or model.gated_linear_unit):
         yield "activation", model.activation
 
@@ -97,6 +104,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "gdn"):
+    for group in ("moe", "mla", "dsa", "gdn", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -268,7 +268,8 @@ class Layer(nn.Module):
 
     Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
     have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
-    that alone. `recompute` keeps no activation but the input for the backward.
+    that alone, and Gemma 4 multiplies what the layer gives. `recompute` keeps no activation but the input for the
+    backward.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
@@ -285,7 +286,8 @@ class Layer(nn.Module):
             indexer = model.dsa if model.has_indexer(number) else None
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
         else:
-            self.self_attention = SelfAttention(f"{name}.self_attention", model, backend)
+            attention = model.attention_of(self.kind.in_window)
+            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
         self.pre_mlp_layernorm = backend.norm(size, norm) if model.has_experts(number) else nn.Identity()
         self.mlp: MLP | MoELayer
         if model.moe and model.has_experts(number):
@@ -297,6 +299,8 @@ class Layer(nn.Module):
                 assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
                 add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
                 add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
+        ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
+        self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
 
     def forward(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
         """`[T, E]` to the same; between regions of tensor ranks, T are those of this rank."""
@@ -308,7 +312,8 @@ class Layer(nn.Module):
         normed = self.input_layernorm(hidden)
         out = torch.add(hidden, self.self_attention(normed, positions[self.kind]), alpha=self.residual_multiplier)
         beside = normed if self.parallel_residual else out
-        return torch.add(out, self.mlp(self.pre_mlp_layernorm(beside)), alpha=self.residual_multiplier)
+        out = torch.add(out, self.mlp(self.pre_mlp_layernorm(beside)), alpha=self.residual_multiplier)
+        return out if self.layer_scalar is None else out * self.layer_scalar
 
 
 class MTP(nn.Module):

@@ -114,6 +114,7 @@ class Rope:
     scaling that is not known, DamagedCheckpoint for numbers that make no angles."""
 
     def __init__(self, model: ModelShape, in_window: bool, device: torch.device) -> None:
+        model = model.attention_of(in_window)
         size, head = model.rotary_size, model.mla.qk_pos_emb_head_dim if model.mla else model.kv_channels
         base, scaling = model.rotary_base, model.rope_scaling or {}
         if in_window and model.rotary_base_local:
@@ -223,6 +224,15 @@ def _longrope(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequenci
     return _Frequencies(1 / (short * powers), 1 / (long * powers), float(magnitude))
 
 
+def _proportional(powers: Tensor, factor: float, scaling: RopeScaling) -> _Frequencies:
+    """The first pairs of a head turn as they would if all did, and the others stay as they are (Gemma 4)."""
+    turning = int(scaling["partial_rotary_factor"] * len(powers))
+    if turning > len(powers):
+        raise ValueError(f"{turning} of {len(powers)} pairs turn")
+    scaled = (torch.arange(len(powers)) < turning) / powers / factor
+    return _Frequencies(scaled, scaled)
+
+
 _SCALINGS: Mapping[str, Callable[[Tensor, float, RopeScaling], _Frequencies]] = {
     "default": _default,
     "dynamic": _default,  # it scales beyond max_position_embeddings alone, and no text here is as long
@@ -230,6 +240,7 @@ _SCALINGS: Mapping[str, Callable[[Tensor, float, RopeScaling], _Frequencies]] = 
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

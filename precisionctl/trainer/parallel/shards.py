@@ -141,16 +141,16 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
     moe = model.moe
-    shared = {
-        "attention heads": model.num_attention_heads,
-        "query groups": sizes.tensor if model.mla else model.num_query_groups,
-        "key heads of a gated delta net": model.gdn.num_key_heads if model.gdn else sizes.tensor,
-        "rows of the vocabulary, padded": model.padded_vocab_size,
-        "channels of an MLP": model.ffn_hidden_size if moe is None or not all(moe.layer_freq) else sizes.tensor,
-        "channels of an expert": moe.ffn_hidden_size if moe else sizes.tensor,
-        "channels of the shared experts": (moe and moe.shared_ffn_hidden_size) or sizes.tensor,
-    }
-    for what, size in shared.items():
+    shared = [
+        ("attention heads", model.num_attention_heads),
+        *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
+        ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
+        ("rows of the vocabulary, padded", model.padded_vocab_size),
+        ("channels of an MLP", model.ffn_hidden_size if moe is None or not all(moe.layer_freq) else sizes.tensor),
+        ("channels of an expert", moe.ffn_hidden_size if moe else sizes.tensor),
+        ("channels of the shared experts", (moe and moe.shared_ffn_hidden_size) or sizes.tensor),
+    ]
+    for what, size in shared:
         if size % sizes.tensor:
             raise RecipeError(
                 f"{size} {what} cannot be shared evenly by {sizes.tensor} ranks",

@@ -1,0 +1,165 @@
+"""Gemma 4 (text, the dense model without per-layer embeddings, as the 31B): Gemma 3 whose layers without a window have
+heads of their own size and number, and values that are their keys.
+
+Traps: norms store their factor, not less one as in earlier Gemmas; scores are not scaled; a value is the key before its
+norm and rotary embeddings, and has a norm without weights; the last layer has no window whatever is listed; rotary
+embeddings are `proportional`, of all pairs of a head, whose last ones have a frequency of 0; a layer's factor is a
+buffer. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where published files have
+`global_head_dim` and `num_global_key_value_heads`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    activation,
+    all_but_every,
+    layer_types,
+    layers_in_window,
+    size,
+    tied,
+)
+from precisionctl.architectures.gemma2 import SCALED_EMBEDDING
+from precisionctl.architectures.gemma_rows import AFTER_ATTENTION
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    PROJ,
+    QK_NORMS,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.param_map import Architecture, Row, only_in
+from precisionctl.architectures.rope import rope_by_kind
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
+"""What its class takes for keys that are not there."""
+
+_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+_WITHOUT_VALUES = tuple(replace(row, names=row.hf[:2]) for row in QKV_LINEAR)
+
+_LAYER_SCALAR = Row(
+    "model.layers.{layer}.layer_scalar",
+    "decoder.layers.{layer}.layer_scalar",
+    (1,),
+    trained=False,
+)
+
+
+def _windows(config: Config, where: object) -> list[bool]:
+    """Whether each layer has the window. Its class lets the last one have none."""
+    return [*layers_in_window(config, where, all_but_every(6))[:-1], False]
+
+
+def _read_windows(config: Config, where: object) -> Fields:
+    windows = _windows(config, where)
+    if not any(windows):
+        return {}
+    return {"sliding_window": size({**_ABSENT, **config}, "sliding_window", where), "window_layers": tuple(windows)}
+
+
+def _write_windows(model: ModelShape) -> Config:
+    window = {} if model.sliding_window is None else {"sliding_window": model.sliding_window}
+    return {**window, "layer_types": layer_types(model)}
+
+
+def _read_heads(config: Config, where: object) -> Fields:
+    sizes = {**_ABSENT, **config}
+    own = {"head_dim": sizes["global_head_dim"]}
+    if sizes.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
+    if "per_layer_config" in config:
+        own = _of_layers(config["per_layer_config"], _windows(config, where), where)
+    in_window = {"num_query_groups": sizes["num_key_value_heads"], "kv_channels": sizes["head_dim"]}
+    return {
+        "num_attention_heads": size(config, "num_attention_heads", where),
+        **in_window,
+        "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
+        "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
+        "global_attention.keys_are_values": True,
+    }
+
+
+def _of_layers(said: object, windows: list[bool], where: object) -> dict[str, Any]:
+    """What all layers without a window have otherwise than the others; these have nothing."""
+    if not isinstance(said, Mapping | None) or any(not isinstance(each, Mapping) for each in (said or {}).values()):
+        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer", where=where)
+    by_layer = {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
+    own: dict[str, Any] = by_layer.get(str(len(windows) - 1), {})
+    expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
+    if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+        what = f"per_layer_config={shown(said)} is not one number and size of heads for all layers without a window"
+        raise UnknownArchitecture(what, where=where)
+    return own
+
+
+def _write_heads(model: ModelShape) -> Config:
+    without_window = model.attention_of(in_window=False)
+    return {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "num_global_key_value_heads": without_window.num_query_groups,
+        "global_head_dim": without_window.kv_channels,
+    }
+
+
+ARCHITECTURE = Architecture(
+    model_types={"gemma4_text": "Gemma4ForCausalLM"},
+    rows=model_rows(
+        *ATTENTION_NORM,
+        *only_in("windowed", ATTENTION),
+        *only_in("global", (*_WITHOUT_VALUES, *QK_NORMS, *PROJ)),
+        *AFTER_ATTENTION,
+        _LAYER_SCALAR,
+    ),
+    config=(
+        *SIZES,
+        Rule(
+            (
+                *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
+                *("num_global_key_value_heads", "per_layer_config"),
+            ),
+            _read_heads,
+            _write_heads,
+        ),
+        Only("attention_k_eq_v", True, absent=False),
+        Only("hidden_size_per_layer_input", 0, absent=256),
+        Only("num_kv_shared_layers", 0),
+        Only("enable_moe_block", False),
+        Only("attention_bias", False),
+        Only("use_bidirectional_attention", "vision"),
+        SCALED_EMBEDDING,
+        activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
+        Always("qk_layernorm", True),
+        Always("v_l2_norm", True),
+        Always("query_pre_attn_scalar", 1.0),
+        Always("post_layernorms", True),
+        Always("layer_scalar", True),
+        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope_by_kind(1e6, 1e4, absent=_ROPE),
+        Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)
