@@ -94,8 +94,8 @@ class NormOverHeads(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value if
-    keys are not values, each D rows. `model` is that of `attention_of` for this kind of layer."""
+    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value
+    unless keys are values, each D rows. `model` is that of `attention_of` for this kind of layer."""
 
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
