@@ -26,6 +26,14 @@ MOMENTS: tuple[str, ...] = KINDS[1:]
 MOMENTUM = "momentum_buffer"
 """What Muon keeps of each matrix, in PyTorch as in Megatron: the mean of its gradients, weighted by their age."""
 
+NOT_TRAINED = (
+    *(".e_score_correction_bias", ".expert_bias"),
+    ".layer_scalar",
+    *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
+)
+"""Ends of the names, in both layouts, of what no optimizer has a state of: what routers add to scores, which a rule
+changes; the factor of a layer of Gemma 4; xIELU's two settings."""
+
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""

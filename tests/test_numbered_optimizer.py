@@ -20,7 +20,7 @@ from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, 
 from precisionctl.commands.notes import left_behind_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.param import TensorSpec
+from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.reports import inspect
 
 
@@ -35,6 +35,14 @@ def test_the_order_of_parameters_is_that_of_the_class_or_not_known(family: str) 
         assert family in ("gpt-j", "gpt-neox", "llama4")
     else:
         assert names in orders
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_what_is_saved_and_no_parameter_is_known(family: str) -> None:
+    with torch.device("meta"):
+        model = pico.make(family)
+    saved = model.state_dict().keys()
+    assert [name for name, _ in model.named_buffers() if name in saved and not name.endswith(NOT_TRAINED)] == []
 
 
 OTHERS = ("gpt2", "qwen2-moe", "olmoe", "minimax-m2", "dots1", "glm4-moe", "deepseek-v2", "phi", "glm4")
@@ -71,6 +79,7 @@ def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes:
         ("gemma3", False, torch.bfloat16),
         ("gemma4", True, torch.float32),
         ("gemma4", False, torch.bfloat16),
+        ("apertus", False, torch.float32),
         ("qwen3-moe", False, torch.float32),
         ("mixtral", False, torch.bfloat16),
         ("deepseek-v3", True, torch.float32),

@@ -55,12 +55,7 @@ _ROPE = {
 
 _WITHOUT_VALUES = tuple(replace(row, names=row.hf[:2]) for row in QKV_LINEAR)
 
-_LAYER_SCALAR = Row(
-    "model.layers.{layer}.layer_scalar",
-    "decoder.layers.{layer}.layer_scalar",
-    (1,),
-    trained=False,
-)
+_LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
 
 
 def _windows(config: Config, where: object) -> list[bool]:

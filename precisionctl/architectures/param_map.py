@@ -65,11 +65,9 @@ class Row:
     mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or all. `gemm` says
     whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face
     tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever dtype the target
-    has; one that is not `trained` is no parameter of the model's class in transformers but a buffer, of which no
-    optimizer has a state. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with
-    `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that
-    name beside it, that dtype. `as_stored` is the same row under the source's names, where those are not the ones to
-    write.
+    has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with `wide_beside` it
+    becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that name beside it,
+    that dtype. `as_stored` is the same row under the source's names, where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
@@ -83,7 +81,6 @@ class Row:
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
-    trained: bool = True
     wide_beside: str | None = None
     as_stored: Row | None = None
 

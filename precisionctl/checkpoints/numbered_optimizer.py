@@ -25,7 +25,7 @@ from precisionctl.checkpoints.trainer_run import (
     stored_group,
 )
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
-from precisionctl.param import TensorSpec, state_name
+from precisionctl.param import NOT_TRAINED, TensorSpec, state_name
 from precisionctl.untrusted.safe_files import check_link
 
 FILE = "optimizer.pt"
@@ -54,9 +54,6 @@ TIED = "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
-_BUFFERS = (".e_score_correction_bias", ".layer_scalar")
-"""What DeepSeek's routers add to scores, which a rule changes, and the factor of a layer of Gemma 4: no parameters."""
-
 ORDERS: Sequence[Mapping[str, str]] = ({}, {"experts": "router"}, {"q_norm": "q_proj", "k_norm": "q_norm"})
 """Modules that some classes have elsewhere, each directly behind another one: experts before a router's `gate`, Gemma
 4's norms before the key projection."""
@@ -121,7 +118,7 @@ def parameters_by_number(
     """The tensors of `specs` that the parameter of each number holds, one after the other: one, or those of all
     experts. Of the orders that classes have that one is taken whose `shapes` fit. Raises CheckpointError where none
     does."""
-    trained = [name for name in specs if not name.endswith(_BUFFERS)]
+    trained = [name for name in specs if not name.endswith(NOT_TRAINED)]
     untied = [name for name in trained if name != TIED]
     candidates = [(stacked_experts(names), behind) for names in (trained, untied) for behind in ORDERS]
     candidates += [({name: (name,) for name in trained}, {})]  # experts one by one, as transformers 4 has them

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from precisionctl.architectures.rearrangements import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError
-from precisionctl.param import KINDS, MOMENTUM, Layout, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import KINDS, MOMENTUM, NOT_TRAINED, Layout, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Job
 
@@ -41,8 +41,8 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     has_muon = whole and target == "megatron" and any(MOMENTUM in found for found in kinds.values())
     for job in jobs:
         stored = [kinds.pop(name, []) for name in job.reads]
-        if (job.row.keeps_dtype or not job.row.trained) and not any(stored):
-            continue  # a router's bias, which a rule changes, or a buffer
+        if job.name.endswith(NOT_TRAINED) and not any(stored):
+            continue
         by_muon = any(MOMENTUM in each for each in stored)
         if has_muon and by_muon != _muon_takes(job):
             who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")

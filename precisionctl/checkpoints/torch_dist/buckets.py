@@ -19,16 +19,13 @@ from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.dtypes import DType
-from precisionctl.param import KINDS, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import KINDS, NOT_TRAINED, TensorSpec, kind_and_parameter, state_name
 
 _KEY = re.compile(
     r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"
     r"\.dtype_\(torch\.\w+, torch\.\w+\)\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 _ALIGNMENT = 64
-_NO_PARAMETER = (".expert_bias", ".layer_scalar")
-"""A router's expert bias is a buffer that a rule updates, and a layer's factor one that nothing does; no optimizer has
-them."""
 
 
 class _Bucket:
@@ -85,7 +82,7 @@ def unpack(
     """
     buffers = _buffers(stored)
     for modules in kinds if buffers and EMBEDDING in model else ():
-        names = ordered((name for name in model if not name.endswith(_NO_PARAMETER)), modules)
+        names = ordered((name for name in model if not name.endswith(NOT_TRAINED)), modules)
         found = _Unpacking(buffers, model, names).tensors() if names else None
         if found is not None:
             return found

@@ -17,13 +17,12 @@ from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank, SmallTensor
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint
-from precisionctl.param import MOMENTS, state_name
+from precisionctl.param import MOMENTS, NOT_TRAINED, state_name
 from precisionctl.torch_when_used import is_tensor
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
-NO_PARAMETERS = ("expert_bias", "layer_scalar", "_extra_state")
-"""Suffixes of names in a state dict that no optimizer has. (A rule updates a router's expert bias, and nothing a
-layer's factor.)"""
+NO_PARAMETERS = (*NOT_TRAINED, "_extra_state")
+"""Ends of names in a state dict that no optimizer has."""
 _DECOUPLED = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 """Suffixes of parameters that `--decoupled-lr` puts into parameter groups of their own."""
 
