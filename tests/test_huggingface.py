@@ -13,7 +13,7 @@ import pytest
 import torch
 from conversions import run
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
@@ -205,6 +205,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a family that is a list": (lambda d: edit_config(d, model_type=["llama"]), "model_type is .'llama'., not a name"),
     "rotary parameters that are a list": (lambda d: edit_config(d, rope_parameters=[1]), "rotary parameters are"),
     "rotary scaling without its factor": (lambda d: edit_config(d, rope_parameters={"type": "linear"}), "no `factor`"),
+    "rotary scaling beside rotary parameters without it": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        r"`rope_parameters` .* and `rope_scaling` .*yarn.* are not the same",
+    ),
     "quantisation that is a word": (lambda d: edit_config(d, quantization_config="abc"), "`quantization_config` is no"),
     "a map of lists": (lambda d: edit_index(d, lambda i: i["weight_map"].update(x=["y"])), "not the name of a file"),
     "a header too deep to parse": (lambda d: replace_header(d, b"[" * 100_000), "makes no sense"),
@@ -246,6 +250,17 @@ def test_rotary_scaling_that_both_sides_have_is_read(tmp_path: Path, scaling: di
     pico.save(tmp_path)
     edit_config(tmp_path, rope_parameters={**scaling, "rope_theta": 10000.0})
     assert HuggingFaceReader(tmp_path).model.rope_scaling == (scaling if "factor" in scaling else None)
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_rotary_parameters_may_be_said_twice(tmp_path: Path, kind: str) -> None:
+    """In the words of transformers 4 and of 5, as exports have them; transformers reads the same of both."""
+    pico.save(tmp_path)
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0}
+    edit_config(tmp_path, rope_parameters=scaling, rope_scaling={kind: "linear", "factor": 4.0}, rope_theta=20000.0)
+    model = HuggingFaceReader(tmp_path).model
+    assert (model.rotary_base, model.rope_scaling) == (20000.0, {"rope_type": "linear", "factor": 4.0})
+    assert scaling.items() <= AutoConfig.from_pretrained(tmp_path).rope_parameters.items()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])

@@ -28,7 +28,7 @@ def _read_rope(config: Config, where: object) -> Fields:
     """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
     older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
     beside = dict(config) | {key: value for key, value in older.items() if value is not None}
-    return read_rope(beside, where, rotary_parameters(config, where), 10000.0, 0.25)
+    return read_rope(beside, where, rotary_parameters(config, where, 10000.0), 10000.0, 0.25)
 
 
 def _write_rope(model: ModelShape) -> Config:

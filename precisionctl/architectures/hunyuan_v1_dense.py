@@ -25,7 +25,7 @@ _ROPE = rope()
 
 
 def _read_rope(config: Config, where: object) -> Fields:
-    parameters = rotary_parameters(config, where)
+    parameters = rotary_parameters(config, where, 10000.0)
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind != "dynamic" or not parameters.get("alpha"):
         return _ROPE.read(config, where)

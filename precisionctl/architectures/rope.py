@@ -30,9 +30,12 @@ _QUERY_SCALING = "llama_4_scaling_beta"
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
 """The keys of config.json that say it."""
 
+_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers with parameters of their own."""
+
 PARAMETERS = frozenset(
     (*(name for kind in _KINDS.values() for names in kind for name in names), *_LISTS, "truncate")
-    + ("rope_type", "type", "rope_theta", "partial_rotary_factor", "full_attention", "sliding_attention")
+    + ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_LAYERS)
     + (_QUERY_SCALING, "alpha")
 )
 """Everything that is read within `rope_parameters` or `rope_scaling`."""
@@ -56,7 +59,7 @@ def rope(
 
     def read(config: Config, where: object) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        parameters = rotary_parameters(config, where) or scaling or {}
+        parameters = rotary_parameters(config, where, base) or scaling or {}
         fields = {**read_rope(config, where, parameters, base, percent)}
         if not partial and fields["rotary_percent"] != 1:
             raise UnknownArchitecture(
@@ -91,8 +94,8 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
     that it does not have takes the parameters `absent` where there are none."""
 
     def read(config: Config, where: object) -> Fields:
-        parameters = rotary_parameters(config, where) or absent or {}
-        if not {"full_attention", "sliding_attention"} & parameters.keys():
+        parameters = rotary_parameters(config, where, base) or absent or {}
+        if not _LAYERS & parameters.keys():
             local = config.get("rope_local_base_freq", local_base)
             fields = read_rope(config, where, parameters, base, 1.0)
             return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
@@ -119,12 +122,23 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
     return Rule((*KEYS, "rope_local_base_freq"), read, write)
 
 
-def rotary_parameters(config: Config, where: object) -> Mapping[str, Any]:
-    """What config.json says of rotary embeddings, under either of its keys."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
-    return parameters
+def rotary_parameters(config: Config, where: object, base: float) -> Mapping[str, Any]:
+    """What config.json says of rotary embeddings, under either of its keys; or under both, where they agree. Raises
+    DamagedCheckpoint where they do not. `base` is the rotary base that the family's class takes where none is said."""
+    both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    for parameters in both:
+        if not isinstance(parameters, Mapping):
+            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
+
+    def fields(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        by_kind = _LAYERS & parameters.keys()
+        return parameters if by_kind else read_rope(config, where, parameters, base, 1.0)
+
+    if len(both) == 2 and fields(both[0]) != fields(both[1]):
+        what = f"`rope_parameters` {shown(both[0])} and `rope_scaling` {shown(both[1])} are not the same"
+        do = "Keep the one that is meant, with `rope_theta` in it: transformers 5 goes by `rope_scaling` alone."
+        raise DamagedCheckpoint(what, where=where, do=do)
+    return both[0] if both else {}
 
 
 def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
