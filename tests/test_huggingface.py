@@ -245,6 +245,15 @@ def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: 
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 
+@pytest.mark.parametrize("listed", [["full_attention"], ["full_attention", "linear_attention"]])
+def test_a_list_of_layers_has_a_known_kind_for_each_where_no_window_is_said_too(tmp_path: Path, listed: Any) -> None:
+    pico.save(tmp_path, "qwen3", num_hidden_layers=2)
+    edit_config(tmp_path, layer_types=listed)
+    error, said = (DamagedCheckpoint, "a list of 2 layers") if len(listed) == 1 else (UnknownArchitecture, "linear_")
+    with pytest.raises(error, match=said):
+        make_plan(HuggingFaceReader(tmp_path), "megatron")
+
+
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}])
 def test_rotary_scaling_that_both_sides_have_is_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
     pico.save(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import MOST_LAYERS, Activation, ModelShape, check_size
+from precisionctl.sizes import counted
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
@@ -228,10 +229,11 @@ def sliding_window(
     """
 
     def read(config: Config, where: object) -> Fields:
+        listed = listed_layers(config, _WINDOWS, where)  # also where no window is said: kinds are checked
         window = config.get("sliding_window", absent)
         if window is None or (switch and not config.get(switch)):
             return {}
-        windows = layers_in_window(config, where, local)
+        windows = local(config, layers(config, where)) if listed is None else listed
         if not any(windows):
             return {}
         return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
@@ -250,8 +252,8 @@ def sliding_window(
 
 def layers_in_window(config: Config, where: object, local: Callable[[Config, int], list[bool]]) -> list[bool]:
     """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
-    listed = config.get("layer_types")
-    return local(config, layers(config, where)) if listed is None else listed_layers(listed, _WINDOWS, where)
+    listed = listed_layers(config, _WINDOWS, where)
+    return local(config, layers(config, where)) if listed is None else listed
 
 
 def layer_types(model: ModelShape) -> list[str]:
@@ -263,10 +265,16 @@ def layer_types(model: ModelShape) -> list[str]:
 _WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 
-def listed_layers(listed: object, kinds: Mapping[str, bool], where: object) -> list[bool]:
-    """What the kinds of layers that `layer_types` lists mean."""
-    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, not a list of layers", where=where)
+def listed_layers(config: Config, kinds: Mapping[str, bool], where: object) -> list[bool] | None:
+    """What the kinds of layers that `layer_types` lists mean; None where there is no list. Raises DamagedCheckpoint
+    unless each layer has one (as PreTrainedConfig.validate_layer_type), UnknownArchitecture for another kind."""
+    listed = config.get("layer_types")
+    if listed is None:
+        return None
+    count = layers(config, where)
+    if not isinstance(listed, list) or len(listed) != count:
+        what = f"layer_types is {shown(listed)}, not a list of {counted(count, 'layer')}"
+        raise DamagedCheckpoint(what, where=where)
     unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
     if unknown:
         raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {', '.join(kinds)}.")

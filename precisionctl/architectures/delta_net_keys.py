@@ -23,11 +23,11 @@ _KINDS = {"linear_attention": True, "full_attention": False}
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    listed = config.get("layer_types")
+    listed = listed_layers(config, _KINDS, where)
     if listed is None:  # every fourth has attention, or what `full_attention_interval` says
         every = size({"full_attention_interval": 4} | dict(config), "full_attention_interval", where)
         return {"gdn.layers": tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))}
-    return {"gdn.layers": tuple(listed_layers(listed, _KINDS, where))}
+    return {"gdn.layers": tuple(listed)}
 
 
 def _write_layers(model: ModelShape) -> Config:

@@ -46,8 +46,8 @@ _KINDS = {"chunked_attention": True, "full_attention": False}
 
 
 def _read_chunks(config: Config, where: object) -> Fields:
-    chunk, listed = config.get("attention_chunk_size", 8192), config.get("layer_types")
-    chunked = _with_rope(config, where) if listed is None else tuple(listed_layers(listed, _KINDS, where))
+    chunk, listed = config.get("attention_chunk_size", 8192), listed_layers(config, _KINDS, where)
+    chunked = _with_rope(config, where) if listed is None else tuple(listed)
     if chunk is None or not any(chunked):
         return {}
     return {"attention_chunk_size": chunk, "window_layers": None if all(chunked) else chunked}
