@@ -59,7 +59,7 @@ class _Plain:
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
-            self.__dict__.update(state)
+            self.__dict__ = state
         else:
             self.args = state
 

@@ -20,7 +20,7 @@ from precisionctl.torch_when_used import torch
 
 PLANNED = 2100
 """Bytes that a plan takes for each tensor that is read or written, at most: in DeepSeek-V3 and Kimi-K2, BF16 or FP8,
-900 to 1,600, and 2,000 from `torch_dist` (benchmarks/planning.py)."""
+900 to 1,600, and 1,900 from a `torch_dist` whose index PyTorch has pickled (benchmarks/planning.py)."""
 
 PROBE = 256 << 20
 """Bytes copied to measure the disk; fewer if the source is smaller."""

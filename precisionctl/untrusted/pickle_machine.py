@@ -60,7 +60,7 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
     """
     stack: list[Any] = []  # above the last mark
     below: list[list[Any]] = []  # under each mark
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []
     budget = _Budget(len(data))
     while True:
         code = data[at]
@@ -69,7 +69,7 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             below.append(stack)
             stack = []
         elif code == _MEMOIZE:
-            memo[len(memo)] = stack[-1]
+            memo.append(stack[-1])
         elif code == _BINGET:
             stack.append(memo[data[at]])
             at += 1
@@ -77,7 +77,7 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             stack.append(memo[_UINT32.unpack_from(data, at)[0]])
             at += 4
         elif code == _LONG_BINPUT:
-            memo[_UINT32.unpack_from(data, at)[0]] = stack[-1]
+            _put(memo, _UINT32.unpack_from(data, at)[0], stack[-1])
             at += 4
         elif code == _BININT1:
             stack.append(data[at])
@@ -126,7 +126,7 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             check_keys(items[::2])
             _filled(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
         elif code == _BINPUT:
-            memo[data[at]] = stack[-1]
+            _put(memo, data[at], stack[-1])
             at += 1
         elif code == _TUPLE3:
             last, middle = stack.pop(), stack.pop()
@@ -172,6 +172,14 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             return stack.pop(), at
         else:
             raise pickle.UnpicklingError(f"the opcode {code:#04x}")
+
+
+def _put(memo: list[Any], index: int, value: Any) -> None:
+    """Remember a value under the next index, as picklers count, or in place of an earlier one."""
+    if index == len(memo):
+        memo.append(value)
+    else:
+        memo[index] = value  # no pickler skips any: a table for such pickles would take several times as much memory
 
 
 class _Budget:
