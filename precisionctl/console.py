@@ -27,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from precisionctl.errors import PrecisionctlError, printable
+from precisionctl.errors import PrecisionctlError, one_line
 from precisionctl.reports.table import Table
 from precisionctl.sizes import size
 
@@ -58,25 +58,25 @@ def show_tables(tables: Sequence[Table]) -> None:
 def show_lines(lines: Sequence[str]) -> None:
     """Print plain results on stdout, without wrapping, so that scripts can read them."""
     for line in lines:
-        _out.print(printable(line), soft_wrap=True, markup=False)
+        _out.print(one_line(line), soft_wrap=True, markup=False)
 
 
 def note(line: str) -> None:
     """Print a line on stderr: progress, as opposed to a result."""
-    _err.print(printable(line), soft_wrap=True, markup=False)
+    _err.print(one_line(line), soft_wrap=True, markup=False)
 
 
 def _draw(table: Table) -> RichTable:
-    title = Text(printable(table.title))  # as Text, because a path may look like Rich's markup
+    title = Text(one_line(table.title))  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
         title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
     )
     for number, column in enumerate(table.columns):
         drawn.add_column(
-            Text(printable(column)), justify="right" if table.is_numeric(number) else "left", overflow="fold"
+            Text(one_line(column)), justify="right" if table.is_numeric(number) else "left", overflow="fold"
         )
     for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
+        drawn.add_row(*(Text(one_line(cell)) for cell in row))
     return drawn
 
 
@@ -159,7 +159,7 @@ class RunView:
         """Show a finished step."""
         self._seen.append(step)
         if self._live.is_started:
-            title = Text(printable(self._title))
+            title = Text(one_line(self._title))
             panel = Panel(_run_so_far(self._seen, self._steps), title=title, title_align="left")
             self._live.update(panel, refresh=True)
         else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.dtypes import DType
-from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
+from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Parallelism, TensorSpec
@@ -23,9 +23,14 @@ _LONGEST = 90
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<=\[)\d+(?=\]$)")
 
 
+def _short(name: str) -> str:
+    """A stranger's name, cut to what can be shown, on one line: a break in it would make lines that pass for ours."""
+    return one_line(name[:_LONGEST])
+
+
 def without_numbers(name: str) -> str:
     """A name, cut to what can be shown, with `*` for the numbers of layers and experts in it."""
-    return _NUMBERS.sub("*", name[:_LONGEST])
+    return _NUMBERS.sub("*", _short(name))
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
@@ -39,7 +44,7 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
     for what, names in found.items():
         alike: dict[str, list[str]] = {}
         for name in names:
-            alike.setdefault(without_numbers(name), []).append(name[:_LONGEST])
+            alike.setdefault(without_numbers(name), []).append(_short(name))
         for pattern, those in [*alike.items()][:_LINES]:
             lines.append(f"  {what:<10}  " + (f"{pattern}  ({len(those)})" if len(those) > 1 else those[0]))
         if left := sum(len(those) for those in [*alike.values()][_LINES:]):

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from command_line import run
 from safetensors.torch import save_file
 
 from precisionctl.checkpoints.safetensors_file import read_header
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, UnmappedTensor
+from precisionctl.planning.checks import check_names
 
 SOUND = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 ANOTHER = {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]}
@@ -144,3 +146,26 @@ def test_what_an_error_says_cannot_move_the_cursor(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint) as error:
         read_header(path)
     assert str(error.value).isprintable()
+
+
+FORGED = "The same: all 2 tensors."
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "verify"])
+def test_no_name_of_a_tensor_makes_a_line_that_passes_for_ours(tmp_path: Path, command: str) -> None:
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    stored = {f"a\n{FORGED}\nb.weight": torch.ones(32, 32), "c.weight": torch.ones(32, 32)}
+    for directory, tensors in ((a, stored), (b, {name: one + 1 for name, one in stored.items()})):
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text('{"model_type": "of no table"}')
+    arguments = {"inspect": [a], "convert": [a, out, "--to", "hf", "--dry-run"], "verify": [a, b]}
+    printed = run(command, *arguments[command]).output
+    assert "c.weight" in printed
+    assert not [line for line in printed.splitlines() if line.strip() == FORGED]
+
+
+def test_names_that_an_error_lists_are_a_line_each() -> None:
+    with pytest.raises(UnmappedTensor) as error:
+        check_names([], [f"a\n{FORGED}\nb.weight"])
+    assert len(error.value.what.splitlines()) == 2
