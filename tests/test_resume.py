@@ -215,7 +215,12 @@ def test_a_tokenizer_with_more_words_than_the_model_is_one_clear_error(place: Pa
 
 
 @pytest.mark.parametrize(
-    "changes", [{"identity": {}}, {"identity": []}, {"step": "2"}, {"position": None}, {"more": 1}], ids=str
+    "changes",
+    [
+        *({"identity": {}}, {"identity": []}, {"step": "2"}, {"step": True}, {"more": 1}),
+        *({"position": None}, {"position": -1}, {"position": 1 << 63}, {"skips": {"total": 0, "running": -1}}),
+    ],
+    ids=str,
 )
 def test_a_damaged_note_of_where_a_run_was_is_one_clear_error(
     place: Path, tmp_path: Path, changes: dict[str, Any]

@@ -26,6 +26,7 @@ from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.untrusted.safe_pickle import is_count
 
 RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # the suffix of a directory that Output is building
@@ -153,17 +154,15 @@ def read_saved(iteration: Path) -> Saved | None:
         saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
-    if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
-        raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
+    if not (is_count(saved.step) and is_count(saved.position) and isinstance(saved.identity, dict)):
+        raise DamagedCheckpoint("not what a run writes: a value of the wrong type or size", where=file)
     if saved.guard is not None and not _is_guard_state(saved.guard):
         raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)
     if saved.schedule is not None:
         with damage("not what a run writes: its schedule", file):
             MegatronSchedule(**saved.schedule)
     with damage("not what a run writes: its skipped steps", file):
-        if not (
-            saved.skips.keys() <= {"total", "running"} and all(type(count) is int for count in saved.skips.values())
-        ):
+        if not (saved.skips.keys() <= {"total", "running"} and all(map(is_count, saved.skips.values()))):
             raise ValueError("not the numbers `total` and `running`")
     if saved.balance is not None:
         with damage("not what a run writes: what balances its experts", file):
