@@ -229,11 +229,11 @@ def sliding_window(
     """
 
     def read(config: Config, where: object) -> Fields:
-        listed = listed_layers(config, _WINDOWS, where)  # also where no window is said: kinds are checked
+        listed_layers(config, _WINDOWS, where)  # raises for another kind, also where no window is said
         window = config.get("sliding_window", absent)
         if window is None or (switch and not config.get(switch)):
             return {}
-        windows = local(config, layers(config, where)) if listed is None else listed
+        windows = layers_in_window(config, where, local)
         if not any(windows):
             return {}
         return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}

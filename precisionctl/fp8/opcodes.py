@@ -180,11 +180,12 @@ def _persistent(value: PersistentId, to: _Pickled) -> None:
 
 
 def _tuple(value: tuple[object, ...], to: _Pickled) -> None:
-    if len(value) >= len(_TUPLES):
+    short = len(value) < len(_TUPLES)
+    if not short:
         to += pickle.MARK
     for item in value:
         _add(item, to)
-    to += _TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE
+    to += _TUPLES[len(value)] if short else pickle.TUPLE
 
 
 _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)

@@ -46,9 +46,6 @@ class _ThroughFp32(torch.autograd.Function):
         ]
         with torch.enable_grad():
             out = ctx.compute(*wide)
-        found = iter(
-            torch.autograd.grad(
-                out, [each for each in wide if each is not None and each.requires_grad], gradient.float()
-            )
-        )
+        asked = [each for each in wide if each is not None and each.requires_grad]
+        found = iter(torch.autograd.grad(out, asked, gradient.float()))
         return None, *(next(found).bfloat16() if needs else None for needs in needed)
