@@ -76,7 +76,7 @@ def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(
     monkeypatch.setattr(gpu, "machine", lambda small: {})
     out = tmp_path / "gpu.json"
     result = gpu.measure(["speed", "truth"], out, True, 200)
-    assert asked == [("speed", 200), ("truth", 80)], "a budget, or what is left"
+    assert asked == [("speed", 200), ("truth", 70)], "a budget, or what is left"
     assert kept == [{"speed": "under way"}, {"speed": "complete", "truth": "under way"}]
     late = gpu.measure(["speed"], out, True, 5)
     assert late["sections"]["speed"]["ended"].startswith("not begun")

@@ -1,5 +1,6 @@
 """`tests/gpu`, each test a row as soon as it has run: so that a call that is stopped has lost none of those before."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from gpu_sections.common import Place, Report
 
 FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+FIRST = ("test_te_facts", "test_te_modules", "test_te_replay", "test_te_gpts", "test_te_payloads")
+"""What all else stands on, so wanted most of a call that is stopped: TE's facts, linears, scales, GPTs and state."""
+
 STUCK = 60
 """Seconds after which a test that runs still says where it is, in the section's log."""
 
@@ -16,6 +20,11 @@ class Rows:
 
     def __init__(self, report: Report) -> None:
         self.report = report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        yield  # to the order of tests/conftest.py
+        items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = {"test": report.nodeid.rpartition("gpu/")[2], "seconds": report.duration}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_shape import MLA, ModelShape, MoE
+from precisionctl.model_shape import MLA, GatedDeltaNet, GlobalAttention, ModelShape, MoE
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
@@ -132,6 +132,46 @@ SHAPES = {
         activation="squared_relu",
         gated_linear_unit=False,
         rotary_percent=0.5,
+    ),
+    "like Gemma 4": replace(
+        SHAPE,
+        post_layernorms=True,
+        activation="gelu_tanh",
+        qk_layernorm=True,
+        v_l2_norm=True,
+        layer_scalar=True,
+        query_pre_attn_scalar=1.0,
+        global_attention=GlobalAttention(num_query_groups=1, kv_channels=64, keys_are_values=True),
+        **WINDOW,
+    ),
+    "like Qwen3.5": replace(
+        SHAPE,
+        zero_centered_gamma=True,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        rotary_percent=0.25,
+        gdn=GatedDeltaNet((True, False), 4, 8, 32, 32, 4),
+        moe=MoE(4, 2, 128, (True, True), shared_ffn_hidden_size=128, shared_expert_gate=True),
+    ),
+    "like Llama 4": replace(
+        SHAPE,
+        rotary_interleaved=True,
+        qk_l2_norm=True,
+        attention_chunk_size=32,
+        window_layers=(True, False),
+        rope_layers=(True, False),
+        query_scaling_beta=0.1,
+        query_scaling_floor=64,
+        moe=MoE(4, 1, 128, (True, True), shared_ffn_hidden_size=128, score_function="sigmoid", probs_on_input=True),
+    ),
+    "like Cohere": replace(
+        SHAPE,
+        normalization="LayerNorm",
+        parallel_residual=True,
+        shared_layernorm=True,
+        rotary_interleaved=True,
+        logit_multiplier=0.0625,
+        tied_embeddings=True,
     ),
 }
 
