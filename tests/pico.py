@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.model_shape import TENSORS, ModelShape
+
+if (
+    "mistral4" in CONFIG_MAPPING
+):  # it is published within Mistral 3's wrapper alone, and so has no name of its own there
+    AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], transformers.Mistral4ForCausalLM, exist_ok=True)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -53,14 +59,14 @@ _EXPERTS = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-_DEEPSEEK = {
-    **_EXPERTS,
+_LATENTS = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+_DEEPSEEK = {**_EXPERTS, **_LATENTS}
 
 DELTA_NET = {
     "num_hidden_layers": 4,
@@ -293,6 +299,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
+    "solar-open": {"model_type": "solar_open", **_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2},
+    "youtu": {"model_type": "youtu", **_LATENTS, "q_lora_rank": 24, "tie_word_embeddings": True},
+    "mistral4": {
+        "model_type": "mistral4",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "rope_parameters": YARN_ROPE
+        | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "llama4": {
         "model_type": "llama4_text",
         "num_hidden_layers": 4,

@@ -149,6 +149,7 @@ UNTOLD = {
     "internlm3": {"architecture": "llama"},
     "seed-oss": {"architecture": "qwen2"},
     "ministral": {"architecture": "mistral"},
+    "solar-open": {"architecture": "glm4_moe"},
 }
 """What Megatron's arguments have no words for, and what is read instead."""
 

@@ -15,9 +15,9 @@ from conversions import run, tree
 from gpt_models import as_gpt
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
-from tiny_wrappers import WRAPPERS, stored, towers
+from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config, read_model
 from precisionctl.architectures.wrappers import TEXT_MODELS
@@ -45,8 +45,11 @@ def these_and_in_soak_others(*kinds: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tmp_path: Path) -> None:
-    theirs = tiny_wrappers.save(tmp_path, kind)
-    made = to_megatron(open_checkpoint(tmp_path))
+    computes_the_same_of_text(tiny_wrappers.save(tmp_path, kind), tmp_path)
+
+
+def computes_the_same_of_text(theirs: PreTrainedModel, directory: Path) -> None:
+    made = to_megatron(open_checkpoint(directory))
     text = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
     made.tensors = text
     tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -59,6 +62,12 @@ def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tm
 @pytest.mark.parametrize("kind", these_and_in_soak_others("mistral3", "qwen2_vl", "qwen3_vl_moe", "kimi_k25"))
 def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     check_there_and_back(kind, tmp_path)
+
+
+def test_so_does_mistral_4_in_the_wrapper_that_it_is_published_in(tmp_path: Path) -> None:
+    theirs = tiny_wrappers.save(tmp_path / "alone", "mistral3", **MISTRAL_4)
+    computes_the_same_of_text(theirs, tmp_path / "alone")
+    check_there_and_back("mistral3", tmp_path, **MISTRAL_4)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("mistral3", marks=pytest.mark.soak)])

@@ -95,6 +95,19 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "glm4v": {
+        "model_type": "glm4v_text",
+        "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+    },
+    "glm46v": {"model_type": "glm4v_text", "rope_parameters": MROPE},
+    "glm4v_moe": {
+        "model_type": "glm4v_moe_text",
+        "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -102,6 +115,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 """What each wrapper's `text_config` is made of, beside TEXT."""
 
+
+MISTRAL_4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "head_dim": 24,  # of what its class takes for the share that has positions
+    **{name: value for name, value in pico.settings("mistral4").items() if name not in {"model_type", *TEXT}},
+}
+"""Another text model of a `mistral3`: Mistral Small 4's."""
 
 TIED = {"gemma3", "gemma4"}
 
@@ -136,19 +156,19 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
         if kind in TIED:
             del tensors["lm_head.weight"]
     else:
-        tensors = dict(as_published(name, tensor) for name, tensor in stored(directory).items())
+        tensors = dict(as_published(kind, name, tensor) for name, tensor in stored(directory).items())
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     add_tokenizer(directory, kind)
     return model
 
 
-def as_published(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """What transformers 5.23 saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of
     Qwen3-VL stay as in memory."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
-    if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
+    if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
         tensor = tensor.transpose(1, 2)
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 

@@ -179,6 +179,9 @@ SIZES: tuple[Entry, ...] = (
     VOCABULARY,
 )
 
+SIZES_BESIDE_MLP = tuple(entry for entry in SIZES if "intermediate_size" not in entry.keys)
+"""Where `intermediate_size` is not a dense MLP's."""
+
 ATTENTION_BIAS = Rule(
     ("attention_bias",),
     lambda config, where: {

@@ -142,9 +142,9 @@ _HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
 _MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
 
 
-def decoder(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
+def decoder(attention: tuple[Row, ...], experts: tuple[Either, ...] = EXPERTS) -> tuple[Row | Either, ...]:
     """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
-    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *EXPERTS)
+    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *experts)
 
 
 def prediction(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:

@@ -10,7 +10,7 @@ from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
     HEADS,
     SILU,
-    SIZES,
+    SIZES_BESIDE_MLP,
     Always,
     Config,
     Entry,
@@ -126,7 +126,7 @@ ARCHITECTURE = Architecture(
         _EXPERTS,
     ),
     config=(
-        *(entry for entry in SIZES if "intermediate_size" not in entry.keys),
+        *SIZES_BESIDE_MLP,
         Key("ffn_hidden_size", "intermediate_size_mlp", 16384),
         HEADS,
         ATTENTION_BIAS,

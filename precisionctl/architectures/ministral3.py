@@ -9,7 +9,7 @@ from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
     "factor": 16.0,
@@ -29,7 +29,7 @@ ARCHITECTURE = Architecture(
         HEADS,
         SILU,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(scaling=_YARN, query_scaling=True),
+        rope(scaling=YARN, query_scaling=True),
         sliding_window(everywhere),
         tied(False),
     ),

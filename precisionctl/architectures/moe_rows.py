@@ -110,14 +110,11 @@ FUSED = (
     ),
 )
 
-EXPERTS = (
-    Either(
-        experts(
-            "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-            "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-            "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
-        ),
-        FUSED,
-        in_memory=True,
-    ),
+_NUMBERED = experts(
+    "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 )
+EXPERTS = (Either(_NUMBERED, FUSED, in_memory=True),)
+FUSED_EXPERTS = (Either(FUSED, _NUMBERED),)
+"""Where the model's class saves them as it has them in memory."""

@@ -3,7 +3,7 @@
 Trap: there is no `intermediate_size`, as no layer is dense.
 """
 
-from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule, layers
+from precisionctl.architectures.config_keys import SIZES_BESIDE_MLP, Always, Key, Rule, layers
 from precisionctl.architectures.delta_net_keys import COMMON
 from precisionctl.architectures.delta_net_rows import SPARSE
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     model_types={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     rows=rows(*SPARSE),
     config=(
-        *(entry for entry in SIZES if "intermediate_size" not in entry.keys),
+        *SIZES_BESIDE_MLP,
         *COMMON,
         Key("ffn_hidden_size", "moe_intermediate_size", 512),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),

@@ -64,11 +64,15 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
     "qwen2_5_vl": WrapperNames(
-        "model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark="visual.blocks.0.mlp.gate_proj."
+        "model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark="visual.blocks.0.mlp.gate_proj.bias"
     ),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
+    **dict.fromkeys(
+        ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
+    ),
+    "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
@@ -121,6 +125,18 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(151936, 2048, 5632, 24, 16, 16, 128000)
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
         _NO_WINDOW | {"norm_topk_prob": True},
+    ),
+    "glm4v_text": TextModel(
+        "glm4",
+        _sizes(151552, 4096, 13696, 40, 32, 2, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        {"attention_bias": True},
+    ),
+    "glm4v_moe_text": TextModel(
+        "glm4_moe",
+        _sizes(151424, 4096, 10944, 46, 96, 8, 65536)
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "attention_bias": True},
+        {"use_qk_norm": False},
     ),
 }
 """Text models in wrappers whose config.json may leave out what a family's own always says, and those that have a

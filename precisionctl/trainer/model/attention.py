@@ -75,6 +75,12 @@ class CoreAttention(nn.Module):
         return attended.transpose(1, 2)
 
 
+def scaled(query: Tensor, positions: Positions) -> Tensor:
+    """Queries `[B, S, heads, D]` as their positions scale them."""
+    scale = positions.query_scale
+    return query if scale is None else query * scale[..., None, None].to(query.dtype)
+
+
 class NormOverHeads(nn.Module):
     """RMSNorm of all heads of a token together, of `size` channels (OLMo 2). A tensor rank has those of its heads, and
     the squares of all ranks are summed."""
@@ -145,8 +151,7 @@ class SelfAttention(nn.Module):
             key = rotate(self.k_layernorm(key), positions, self.interleaved)
         if self.qk_l2_norm and positions.cos is not None:
             query, key = (F.rms_norm(heads, (self.head,), eps=self.l2_epsilon) for heads in (query, key))
-        if positions.query_scale is not None:
-            query = query * positions.query_scale[..., None, None].to(query.dtype)
+        query = scaled(query, positions)
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
@@ -235,6 +240,6 @@ class MLASelfAttention(nn.Module):
             recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
-        query = torch.cat([plain, rotate(turned, positions, interleaved=True)], -1)
+        query = scaled(torch.cat([plain, rotate(turned, positions, interleaved=True)], -1), positions)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out

@@ -59,7 +59,6 @@ BESIDE_MLA: Mapping[str, object] = {
     "pre_layernorms": True,
     "parallel_residual": False,
     "query_pre_attn_scalar": None,
-    "query_scaling_beta": None,
     "rotary_percent": 1.0,
     "add_bias_linear": False,
     "add_qkv_bias": False,

@@ -1,0 +1,35 @@
+"""Solar Open: Llama's attention before DeepSeek-V3's experts, in every layer.
+
+Trap: its class has no `intermediate_size` and no `first_k_dense_replace`. Released files say both, as GLM-4.5's do.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES_BESIDE_MLP, Key, Only, Rule, layers, tied
+from precisionctl.architectures.deepseek_keys import EXPERTS_OF_A_LAYER, SIGMOID, groups
+from precisionctl.architectures.deepseek_rows import decoder
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"solar_open": "SolarOpenForCausalLM"},
+    rows=decoder((*ATTENTION_NORM, *ATTENTION)),
+    config=(
+        *SIZES_BESIDE_MLP,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "attention_bias", False),
+        Only("use_qk_norm", False),
+        *EXPERTS_OF_A_LAYER,
+        Key("ffn_hidden_size", "moe_intermediate_size"),  # of no layer
+        Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)}),
+        *SIGMOID,
+        Only("norm_topk_prob", True),
+        groups(1, 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(1000000.0),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)
