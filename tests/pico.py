@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -358,8 +359,8 @@ def shape(family: str) -> ModelShape:
 
 
 def settings(family: str) -> dict[str, Any]:
-    """Of its config."""
-    return {"model_type": "llama"} | SIZES | NO_TOKENS | (FAMILIES | NOT_TRAINED)[family]
+    """Of its config. Copies, as a config's class may write into what it is given (Mistral 4's rotary parameters)."""
+    return {"model_type": "llama"} | SIZES | NO_TOKENS | deepcopy((FAMILIES | NOT_TRAINED)[family])
 
 
 def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ FAMILIES = pico.FAMILIES | {"llama-3.1": {"rope_parameters": LLAMA3}}
 
 @cache
 def config_of(family: str) -> dict[str, Any]:
-    settings = {"model_type": "llama"} | pico.SIZES | pico.NO_TOKENS | FAMILIES[family]
+    settings = {"model_type": "llama"} | pico.SIZES | pico.NO_TOKENS | deepcopy(FAMILIES[family])
     return AutoConfig.for_model(**settings).to_dict()
 
 
