@@ -1,7 +1,9 @@
-"""The GEMMs by themselves: BF16, torch's own `_scaled_mm` per tensor and per row, and TE's linear with its casts.
+"""The GEMMs by themselves: BF16, torch's own `_scaled_mm` per tensor and per row, and TE's linear with its casts; and
+attention by itself.
 
 At the tokens of a training step, and at the batches of decoding. What an export computes is among them: one scale for
 a tensor is `static`, one for each row `channel`; decibels are those to the product of the decoded values in FP32.
+Attention is the trainer's: PyTorch's, whose window is a mask, and TE's over packed rows, whose window is its own.
 """
 
 from collections.abc import Callable
@@ -11,13 +13,15 @@ import torch
 from torch import Tensor
 
 from gpu_sections.casts import coded
-from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, recipes, shapes, sqnr, timed
+from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, peak_gb, recipes, shapes, sqnr, timed
 from gpu_sections.plain import to_fp8
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.choose import make_backend
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks
+from precisionctl.trainer.model.attention import CoreAttention
+from precisionctl.trainer.model.positions import PackedSequences, Positions
 
 E4M3 = torch.float8_e4m3fn
 DECODING = (1, 16, 64, 256)
@@ -35,6 +39,11 @@ def measure(place: Place, report: Report) -> None:
         for preset in presets:
             row = {"shape": shape.name, "linear": "all of a layer", "tokens": training, "by": f"TE {preset}"}
             attempt(report, row, partial(of_layer, shape, preset, place))
+    grouped = min(shapes(place), key=lambda one: one.groups)
+    for window in (None, grouped.length // 4):
+        for by in ("PyTorch", "packed"):
+            row = {"shape": grouped.name, "attention": by, "window": window}
+            attempt(report, row, partial(of_attention, grouped, window, by == "packed", place))
 
 
 Product = tuple[Callable[[], Tensor], Tensor | None]
@@ -127,3 +136,18 @@ def _layer(shape: Shape, preset: str, place: Place) -> Row:
         backend.after_backward()
 
     return timed(function, place, repeats=10, warm=3)
+
+
+def of_attention(shape: Shape, window: int | None, packed: bool, place: Place) -> Row:
+    """One layer's, forward and backward, of rows that are one text each; `packed` as texts that share a row have it."""
+    backend = make_backend(place.backend, PRESETS["bf16"], torch.bfloat16, place.device)
+    head = shape.hidden // shape.heads
+    texts = PackedSequences((shape.length,) * shape.rows) if packed else None
+    positions = Positions(None, None, window, texts, (shape.rows, shape.length))
+    with alone(place):
+        core = CoreAttention(shape.model(1), backend, head**-0.5)
+        sizes = [(shape.rows, shape.length, heads, head) for heads in (shape.heads, shape.groups, shape.groups)]
+        inputs = [torch.randn(size, device=place.device, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+        gradient = torch.randn(shape.rows * shape.length, shape.hidden, device=place.device, dtype=torch.bfloat16)
+        row = timed(lambda: core(*inputs, positions).backward(gradient), place, repeats=10, warm=3)
+        return row | {"memory_gb": peak_gb(place)}

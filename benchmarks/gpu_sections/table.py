@@ -174,6 +174,7 @@ def _curves(rows: list[Row]) -> str:
 
 
 def _products(rows: list[Row]) -> str:
+    attention, rows = ([row for row in rows if ("attention" in row) is wanted] for wanted in (True, False))
     keyed: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in rows:
         keyed.setdefault((row["shape"], row["linear"], row["tokens"]), {})[row["by"]] = row
@@ -182,7 +183,19 @@ def _products(rows: list[Row]) -> str:
     for (shape, linear, tokens), by in keyed.items():
         cells = [f"{by[kind]['tflops']:.1f}" if kind in by else "" for kind in kinds]
         made.append((shape, linear, str(tokens), *cells))
-    return "TFLOP/s:\n\n" + _table(("shape", "linear", "tokens", *kinds), made)
+    gemms = "TFLOP/s:\n\n" + _table(("shape", "linear", "tokens", *kinds), made)
+    layers = [
+        (
+            row["shape"],
+            row["attention"],
+            str(row["window"] or "none"),
+            f"{row['seconds'] * 1000:.2f} ({row['least'] * 1000:.2f} to {row['most'] * 1000:.2f})",
+            "" if row["memory_gb"] is None else f"{row['memory_gb']:.2f} GB",
+        )
+        for row in attention
+    ]
+    heads = ("shape", "attention by", "window", "ms, forward and backward", "memory")
+    return gemms + "\n\nOne layer's attention:\n\n" + _table(heads, layers)
 
 
 def _tests(rows: list[Row]) -> str:
