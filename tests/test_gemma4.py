@@ -75,7 +75,6 @@ def test_what_no_key_says_is_what_the_class_takes() -> None:
         ("hidden_size_per_layer_input", 16),
         ("num_kv_shared_layers", 1),
         ("attention_k_eq_v", False),
-        ("enable_moe_block", True),
         ("attention_bias", True),
         ("use_bidirectional_attention", "all"),
     ],

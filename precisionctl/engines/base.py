@@ -50,7 +50,8 @@ class Engine:
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
     of NVFP4 that differ among linears that it fuses.
 
-    What it finds: with `renames` modules have other names in memory, by transformers' own table. `one_by_one` are
+    What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
+    says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor;
     `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
 
@@ -91,6 +92,7 @@ class Engine:
     on_cache: str
     bf16_scales: frozenset[str] = frozenset()
     renames: bool = False
+    loads_own_classes: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
 

@@ -85,6 +85,7 @@ ENGINE = Engine(
     ),
     bf16_scales=frozenset({"compressed-tensors"}),
     renames=True,
+    loads_own_classes=True,
     one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
     fuses=False,
     reads_conv1d=False,

@@ -23,7 +23,7 @@ from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
-_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "activation_func")
+_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "pre_moe_layernorm", "activation_func")
 """Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
 _OF_LATENTS = (
