@@ -30,10 +30,10 @@ class MoE:
     give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
     multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
 
-    With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of their
-    own, and what experts give together, and what shared ones give, is normalised before the two are added. The router's
-    norm has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives, and a number of each
-    expert its weights.
+    With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
+    their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
+    router's norm has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The weight of an
+    expert for a token is multiplied by a number of that expert.
     """
 
     num_experts: int

@@ -4,10 +4,10 @@ window have heads of their own size and number, and values that are their keys.
 Traps: norms store their factor, not less one as in earlier Gemmas; scores are not scaled; a value is the key before its
 norm and rotary embeddings, and has a norm without weights; the last layer has no window whatever is listed; rotary
 embeddings are `proportional`, of all pairs of a head, whose last ones have a frequency of 0; a layer's factor is a
-buffer. Experts are beside the MLP of each layer, not in its place: router, experts and MLP each have a norm before them,
-the last two one after, and so has their sum; the chosen experts' weights no longer sum to 1 once each is multiplied by a
-number of its expert. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where published files have
-`global_head_dim` and `num_global_key_value_heads`.
+buffer. Experts are beside the MLP of each layer, not in its place: router, experts and MLP each have a norm before
+them, the last two one after, and so has their sum; the weights of the chosen experts sum to 1 before each is multiplied
+by a number of its expert. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where
+published files have `global_head_dim` and `num_global_key_value_heads`.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ _BESIDE_EXPERTS = (
 )
 """The MLP, which is Megatron's shared experts where there are experts beside it."""
 
-_EXPERTS = (
+_EXPERTS: tuple[Row | Either, ...] = (
     *renamed(ROUTER, {"mlp.gate": "router.proj"}),
     Row("model.layers.{layer}.router.scale", "decoder.layers.{layer}.mlp.router.scale", ("hidden_size",), layers="moe"),
     Row(

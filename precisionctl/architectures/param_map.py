@@ -233,8 +233,8 @@ class Architecture:
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
         `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`, or engines look for codes under them (`for_engine`). `in_memory` are the names that the model's
-        class has in memory: experts in one tensor."""
+        are `wanted`, or the result is `for_engine`: for one that does not load by the model's own class. `in_memory`
+        are the names that the model's class has in memory: experts in one tensor."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):

@@ -94,8 +94,8 @@ class MoELayer(nn.Module):
         """`[T, E]`, normalised but for norms of its own, to the same."""
         tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens)
-        out = self.ranks.leave(self.experts(self.pre_moe_layernorm(tokens), weights, chosen))
-        out = self.post_moe_layernorm(out)
+        routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
+        out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
 
