@@ -182,6 +182,7 @@ def test_every_bit_comes_back_from_megatron(family: str, container: Any, sizes: 
     assert configs[0] == configs[1]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("family", "saved"), [("gemma4", hf_trainer), ("gemma4-moe", pytorch)], ids=KINDS)
 def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(
     family: str, saved: Callable[[Path, Any, Any], Path], tmp_path: Path
