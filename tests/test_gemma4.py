@@ -26,6 +26,7 @@ from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
@@ -314,6 +315,21 @@ def test_engines_get_codes_of_experts_one_by_one(target: str, scheme: Any, tmp_p
             export(tmp_path / "fp8", tmp_path / "out", scheme, "transformers")
         run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16", drop_fp8_state=True)
         export(tmp_path / "values", tmp_path / "out", scheme, "transformers")
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "block", "nvfp4a16"])
+def test_codes_of_experts_one_by_one_are_computed_with_as_they_decode(scheme: Any, tmp_path: Path) -> None:
+    """Against transformers with the decoded weights: beside these, inputs alone are rounded, to eight bits or not."""
+    pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "codes", scheme)
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.bfloat16))
+    ours, words = load(open_checkpoint(tmp_path / "codes"))
+    assert "codes" in words or "weights from NVFP4" in words
+    tokens = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]
+    assert torch.cosine_similarity(found.float().flatten(), expected.float().flatten(), dim=0) > 0.95
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "block"])
