@@ -326,7 +326,7 @@ def test_codes_of_experts_one_by_one_are_computed_with_as_they_decode(scheme: An
     theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.bfloat16))
     ours, words = load(open_checkpoint(tmp_path / "codes"))
     assert "codes" in words or "weights from NVFP4" in words
-    tokens = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]
     assert torch.cosine_similarity(found.float().flatten(), expected.float().flatten(), dim=0) > 0.95
