@@ -32,8 +32,8 @@ class MoE:
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
-    router's norm has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The weight of an
-    expert for a token is multiplied by a number of that expert.
+    router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
+    weight of an expert for a token is multiplied by a number of that expert.
     """
 
     num_experts: int

@@ -97,8 +97,8 @@ _EXPERTS: tuple[Row | Either, ...] = (
     _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
     _norm("post_feedforward_layernorm", "post_layernorm.weight"),
 )
-"""In one tensor; one by one where they are codes, as llm-compressor writes them and engines look for them (vLLM
-models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
+"""The router, and experts: in one tensor; one by one where they are codes, as llm-compressor writes them and engines
+look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
 
 
 def _windows(config: Config, where: object) -> list[bool]:

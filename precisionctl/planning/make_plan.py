@@ -53,8 +53,8 @@ def make_plan(
     stored.
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
     are names that the target is to have where that is a choice; `for_engine` gives experts those under which engines
-    look for their codes. A `state_dict` is what trainers save: names that the
-    model's class has in memory, copies of tied tensors, and FP32 masters, where there are any, as its weights.
+    look for their codes. A `state_dict` is what trainers save: names that the model's class has in memory, copies of
+    tied tensors, and FP32 masters, where there are any, as its weights.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
