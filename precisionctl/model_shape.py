@@ -29,6 +29,11 @@ class MoE:
     alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
     give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
     multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
+
+    With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
+    their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
+    router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
+    weight of an expert for a token is multiplied by a number of that expert.
     """
 
     num_experts: int
@@ -46,6 +51,7 @@ class MoE:
     group_scores: int | None = None
     shared_expert_gate: bool = False
     probs_on_input: bool = False
+    own_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):

@@ -153,6 +153,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "num_hidden_layers": 3,
     },
+    "gemma4-moe": {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 8,
+        "num_hidden_layers": 3,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss",
         "head_dim": 32,
@@ -389,6 +404,7 @@ def block_kinds(family: str) -> set[Any]:
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
+    made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     return made | {("gated delta nets", model.gdn is not None)}
 
 
@@ -443,11 +459,11 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$", name):
+            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
                 tensor.copy_(tensor.bfloat16())
-            if family == "gemma4" and name.endswith(
+            if family.startswith("gemma4") and name.endswith(
                 "q_norm.weight"
             ):  # scores are not scaled: softmax would be all or none
                 tensor.mul_(0.25)

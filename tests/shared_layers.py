@@ -60,7 +60,12 @@ FAMILIES = pico.first_of_each(
 CASES = [
     *((how, family) for how in ("tensor", "sequence") for family in FAMILIES),
     *((how, family) for how in ("sequence and data", "tensor in copies") for family in ("llama-3", "mixtral")),
-    *((how, family) for how in SIZES if "experts" in how for family in ("mixtral", "gpt-oss", "deepseek-v3")),
+    *(
+        (how, family)
+        for how in SIZES
+        if "experts" in how
+        for family in ("mixtral", "gpt-oss", "deepseek-v3", "gemma4-moe")
+    ),
 ]
 ROWS, LENGTH = 4, 16
 BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)

@@ -236,7 +236,7 @@ def test_an_optimizer_that_does_not_fit_is_refused_and_can_be_dropped(
     conversions.run(made, tmp_path / "out", "megatron", reference=reference, drop_optimizer=True)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "gemma4-moe"])
 def test_a_routers_bias_that_a_rule_changes_and_a_buffer_need_no_state(tmp_path: Path, family: str) -> None:
     model, optimizer = trained(family)
     reference = config_of(model, tmp_path / "config")

@@ -40,6 +40,8 @@ ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, 
         ("gemma4", hf_trainer),
         ("gemma4", pytorch),
         ("gemma4", deepspeed),
+        ("gemma4-moe", pytorch),
+        ("gemma4-moe", deepspeed),
     ],
 )
 def test_the_next_five_losses_are_the_other_trainers_but_for_rounding(

@@ -1,30 +1,55 @@
-"""Gemma 4: what its config.json says, in the words of published files and of transformers, and what is not computed."""
+"""Gemma 4, dense and with experts: what its config.json says, in the words of published files and of transformers, what
+is not computed, logits and gradients, and the forms of its experts."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
+import tiny_wrappers
 import torch
+from any_models import export, load_whole
 from conversions import run
-from safetensors.torch import load_file
+from gpt_models import VOCABULARY, as_gpt, backward, converted, transformers_model
+from in_memory import to_megatron
+from safetensors.torch import load_file, save_file
 from trained_models import trained
-from trainer_directories import hf_trainer
+from trainer_directories import hf_trainer, pytorch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, read_model, to_hf_config
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.commands.codes import engine_named
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
-from precisionctl.trainer.parallel.shards import check
+from precisionctl.trainer.measure.flops import weights_used
+from precisionctl.trainer.measure.memory import Parameters
+from precisionctl.trainer.parallel.shards import check as check_ranks
+from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
 
 PUBLISHED = pico.settings("gemma4")
 """In the words of published files."""
+
+EXPERTS = pico.settings("gemma4-moe")
+KINDS = ("gemma4", "gemma4-moe")
+WHOLE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "global_head_dim": 64,
+}
+"""Sizes of whole blocks."""
+GATE_UP = ("gate_proj", "up_proj")
 
 
 def as_saved(**changes: Any) -> dict[str, Any]:
@@ -44,6 +69,8 @@ def as_saved(**changes: Any) -> dict[str, Any]:
         {"num_hidden_layers": 12},
         {"num_hidden_layers": 8},
         {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     ],
     ids=str,
 )
@@ -59,6 +86,12 @@ def test_published_words_and_those_of_transformers_are_the_same_model(changes: d
         assert (attention.v_proj is None) == here.keys_are_values
         assert (attention.q_proj.out_features, attention.k_proj.out_features) == (here.query_size, here.key_size)
         assert attention.head_dim == here.kv_channels
+        assert module.enable_moe_block == saved.has_experts(layer)
+        assert module.mlp.gate_proj.out_features == saved.ffn_hidden_size
+        if saved.moe:
+            assert module.experts.gate_up_proj.shape == (saved.moe.num_experts, saved.expert_fc1_size, 64)
+            assert module.router.config.top_k_experts == saved.moe.topk
+            assert module.mlp.gate_proj.out_features == saved.moe.shared_ffn_hidden_size
 
 
 def test_what_no_key_says_is_what_the_class_takes() -> None:
@@ -75,14 +108,16 @@ def test_what_no_key_says_is_what_the_class_takes() -> None:
         ("hidden_size_per_layer_input", 16),
         ("num_kv_shared_layers", 1),
         ("attention_k_eq_v", False),
-        ("enable_moe_block", True),
         ("attention_bias", True),
         ("use_bidirectional_attention", "all"),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_another_gemma_4_is_refused_by_the_setting_s_name(setting: str, value: object, wrapped: bool) -> None:
-    config = as_saved() | {setting: value}
+@pytest.mark.parametrize("published", [PUBLISHED, EXPERTS], ids=KINDS)
+def test_another_gemma_4_is_refused_by_the_setting_s_name(
+    setting: str, value: object, wrapped: bool, published: dict[str, Any]
+) -> None:
+    config = as_saved(**published) | {setting: value}
     config = {"model_type": "gemma4", "text_config": config} if wrapped else config
     model = read_model(config, stored=["model.language_model.embed_tokens.weight"] if wrapped else [])
     assert isinstance(model, UntabledModel)
@@ -129,11 +164,16 @@ def test_sizes_of_layers_that_are_none_are_damage(said: Any) -> None:
         ("torch_dist", Parallelism(tensor=2, pipeline=2)),
         ("torch", Parallelism(tensor=2, pipeline=3)),
         ("torch", Parallelism(tensor=4)),
+        ("torch_dist", Parallelism(tensor=2, expert=4)),
+        ("torch", Parallelism(tensor=2, expert=2, expert_tensor=1)),
     ],
     ids=str,
 )
-def test_every_bit_comes_back_from_megatron(container: Any, sizes: Parallelism, tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", "gemma4", dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", KINDS)
+def test_every_bit_comes_back_from_megatron(family: str, container: Any, sizes: Parallelism, tmp_path: Path) -> None:
+    if family == "gemma4" and sizes.expert > 1:
+        pytest.skip("no experts")
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", container=container, parallelism=sizes)
     run(tmp_path / "megatron", tmp_path / "back", "hf", verify=True)
     before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("hf", "back"))
@@ -143,18 +183,22 @@ def test_every_bit_comes_back_from_megatron(container: Any, sizes: Parallelism, 
     assert configs[0] == configs[1]
 
 
-def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("family", "saved"), [("gemma4", hf_trainer), ("gemma4-moe", pytorch)], ids=KINDS)
+def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(
+    family: str, saved: Callable[[Path, Any, Any], Path], tmp_path: Path
+) -> None:
     """transformers has the factor as a buffer, so a trainer's optimizer does not count it."""
-    model, optimizer = trained("gemma4", dtype=torch.bfloat16)
+    model, optimizer = trained(family, dtype=torch.bfloat16)
     assert not any(name.endswith("layer_scalar") for name, _ in model.named_parameters())
-    run(hf_trainer(tmp_path / "run", model, optimizer), tmp_path / "first", "megatron")
+    run(saved(tmp_path / "run", model, optimizer), tmp_path / "first", "megatron")
     sizes = Parallelism(tensor=2, pipeline=3)
     run(tmp_path / "first", tmp_path / "legacy", "megatron", container="torch", parallelism=sizes)
     run(tmp_path / "legacy", tmp_path / "second", "megatron", parallelism=Parallelism())
     first, second = (WithOptimizer(open_checkpoint(tmp_path / name)) for name in ("first", "second"))
     assert first.specs.keys() == second.specs.keys()
     assert all(torch.equal(read_tensor(first, name), read_tensor(second, name)) for name in first.specs)
-    kept = [name for name in first.specs if name.endswith("layer_scalar")]
+    kept = sorted(name for name in first.specs if name.endswith("layer_scalar"))
     assert kept == [f"decoder.layers.{layer}.layer_scalar" for layer in range(3)]
 
 
@@ -162,7 +206,165 @@ def test_ranks_divide_the_groups_of_both_kinds_of_attention(tmp_path: Path) -> N
     model = from_hf_config(PUBLISHED)
     assert [each.num_query_groups for each in model.attentions] == [2, 4]
     with pytest.raises(RecipeError, match="2 query groups cannot be shared evenly by 4 ranks"):
-        check(model.padded(4), ParallelSettings(tensor=4))
+        check_ranks(model.padded(4), ParallelSettings(tensor=4))
     pico.save(tmp_path / "hf", "gemma4", num_attention_heads=6, num_key_value_heads=6, num_global_key_value_heads=2)
     with pytest.raises(ShapeMismatch, match="6 heads in 2 query groups cannot be divided evenly among 3"):
         run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=3))
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma4", {}),
+    ("gemma4-moe", {}),
+    ("gemma4-moe", {"top_k_experts": 1}),
+    ("gemma4-moe", {"top_k_experts": 8, "rms_norm_eps": 0.1}),
+    ("gemma4-moe", {"num_experts": 4, "top_k_experts": 2, "final_logit_softcapping": 5.0}),
+    ("gemma4-moe", {"moe_intermediate_size": 128, "intermediate_size": 16, "layer_types": ["full_attention"] * 3}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), SETTINGS, ids=str)
+def test_logits_and_gradients_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Their gradients, as a checkpoint that goes to Megatron, are ours, but for the order of sums."""
+    theirs = transformers_model(family, **changes)
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+    expected, found = theirs(tokens).logits, ours(tokens)
+    difference = (found[..., :VOCABULARY] - expected).abs().max()
+    assert difference < 1e-5 * expected.std()
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
+    backward(found, tokens)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    gradients = converted(theirs, tmp_path).tensors
+    trained_here = {name: one for name, one in ours.named_parameters() if not name.endswith("layer_scalar")}
+    assert len(trained_here) == len(gradients) - 3
+    for name, parameter in trained_here.items():
+        assert parameter.grad is not None, name
+        if changes.get("top_k_experts") == 1 and ".router." in name:
+            continue  # one expert has a constant weight, and the norm after it undoes that: rounding alone is left
+        assert gradients[name].any(), name
+        largest = float(gradients[name].abs().max())
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts": None}, {"top_k_experts": 0}, {"moe_intermediate_size": "x"}, {"top_k_experts": 9}]
+)
+def test_experts_without_their_sizes_are_damage(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        from_hf_config(EXPERTS | changes)
+
+
+def test_the_26b_has_the_parameters_that_its_model_card_says() -> None:
+    """25.2 billion of the text model, of which 3.8 billion are used for a token, the output layer not counted."""
+    sizes = {"vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256}
+    sizes |= {"global_head_dim": 512, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    model = from_hf_config(EXPERTS | sizes)
+    assert round(Parameters.of(model).all / 1e9, 1) == 25.2
+    assert round(weights_used(model) / 1e9, 1) == 3.8
+
+
+def one_by_one(directory: Path, out: Path) -> None:
+    """The same checkpoint with experts under a number each, as llm-compressor has them."""
+    shutil.copytree(directory, out)
+    apart = {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            apart[name] = values
+            continue
+        for number, each in enumerate(values):
+            parts = {"down_proj": each} if kind == "down_proj" else dict(zip(GATE_UP, each.chunk(2), strict=True))
+            apart |= {f"{module}.{number}.{linear}.weight": part.contiguous() for linear, part in parts.items()}
+    save_file(apart, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_experts_one_by_one_are_those_of_one_tensor(tmp_path: Path) -> None:
+    pico.save(tmp_path / "one", "gemma4-moe", dtype=torch.bfloat16)
+    one_by_one(tmp_path / "one", tmp_path / "apart")
+    run(tmp_path / "apart", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    run(tmp_path / "apart", tmp_path / "again", "hf")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    for other in ("back", "again"):
+        found = load_file(tmp_path / other / "model.safetensors")
+        assert tensors.keys() == found.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(("target", "scheme"), [("vllm", "dynamic"), ("sglang", "block"), ("tensorrt-llm", "mxfp8")])
+def test_engines_get_codes_of_experts_one_by_one(target: str, scheme: Any, tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
+    one_by_one(tmp_path / "hf", tmp_path / "apart")
+    export(tmp_path / "hf", tmp_path / "fp8", scheme, target)
+    values, codes = (load_file(tmp_path / name / "model.safetensors") for name in ("apart", "fp8"))
+    assert values.keys() <= codes.keys()
+    for name, expected in values.items():
+        if ".experts." in name:
+            assert codes[name].dtype == torch.float8_e4m3fn
+        elif "router" in name or "norm" in name:
+            assert torch.equal(codes[name], expected), name
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "fp8")).equal
+    assert not check(open_checkpoint(tmp_path / "fp8"), engine_named(target))
+    found = check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers"))
+    if target == "vllm":
+        assert any(each.what == "experts of a layer one by one" for each in found)
+        with pytest.raises(PrecisionError, match=r"one by one.*--drop-fp8-state"):
+            export(tmp_path / "fp8", tmp_path / "out", scheme, "transformers")
+        run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16", drop_fp8_state=True)
+        export(tmp_path / "values", tmp_path / "out", scheme, "transformers")
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "block", "nvfp4a16"])
+def test_codes_of_experts_one_by_one_are_computed_with_as_they_decode(scheme: Any, tmp_path: Path) -> None:
+    """Against transformers with the decoded weights: beside these, inputs alone are rounded, to eight bits or not."""
+    pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "codes", scheme)
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.bfloat16))
+    ours, words = load(open_checkpoint(tmp_path / "codes"))
+    assert "codes" in words or "weights from NVFP4" in words
+    tokens = torch.randint(VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]
+    assert torch.cosine_similarity(found.float().flatten(), expected.float().flatten(), dim=0) > 0.95
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "block"])
+def test_transformers_gets_experts_as_its_class_has_them(scheme: Any, tmp_path: Path) -> None:
+    theirs = pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "fp8", scheme, "transformers")
+    experts = {name: values for name, values in theirs.state_dict().items() if ".experts." in name}
+    loaded = load_whole(type(theirs), tmp_path / "fp8").state_dict()
+    assert len(experts) == 6 and all(torch.equal(loaded[name], values) for name, values in experts.items())
+
+
+WRAPPED = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+
+
+def test_the_wrapper_s_text_with_experts_is_computed_and_comes_back_with_its_towers(tmp_path: Path) -> None:
+    theirs = tiny_wrappers.save(tmp_path / "hf", "gemma4", **WRAPPED)
+    assert read_model(theirs.config.to_dict(), stored=theirs.state_dict()).moe
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(expert=2, pipeline=2))
+    run(tmp_path / "megatron", tmp_path / "back", "hf", verify=True)
+    before, after = (tiny_wrappers.stored(tmp_path / side) for side in ("hf", "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert len(tiny_wrappers.towers(before)) > 10
+    assert any(name.endswith("language_model.layers.0.experts.gate_up_proj") for name in before)
+    made = to_megatron(open_checkpoint(tmp_path / "hf"))
+    made.tensors = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
+    tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+def test_the_wrapper_s_experts_are_exported_one_by_one(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "gemma4", dtype=torch.bfloat16, **WRAPPED)
+    export(tmp_path / "hf", tmp_path / "fp8", "dynamic")
+    codes = tiny_wrappers.stored(tmp_path / "fp8")
+    assert codes["model.language_model.layers.1.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert not check(open_checkpoint(tmp_path / "fp8"), engine_named("vllm"))
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "fp8")).equal

@@ -79,6 +79,8 @@ def hf_trainer_step(path: Path, family: str, one_group: bool = False, **changes:
         ("gemma3", False, torch.bfloat16),
         ("gemma4", True, torch.float32),
         ("gemma4", False, torch.bfloat16),
+        ("gemma4-moe", False, torch.float32),
+        ("gemma4-moe", True, torch.bfloat16),
         ("apertus", False, torch.float32),
         ("qwen3-moe", False, torch.float32),
         ("mixtral", False, torch.bfloat16),

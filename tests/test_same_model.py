@@ -331,6 +331,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "router_bias": True,
             "shared_expert_gate": True,
             "probs_on_input": True,
+            "own_norms": True,
         }.items()
     ),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),

@@ -1,11 +1,13 @@
-"""Gemma 4 (text, the dense model without per-layer embeddings, as the 31B): Gemma 3 whose layers without a window have
-heads of their own size and number, and values that are their keys.
+"""Gemma 4 (text, without per-layer embeddings: the dense 31B, and the 26B with experts): Gemma 3 whose layers without a
+window have heads of their own size and number, and values that are their keys.
 
 Traps: norms store their factor, not less one as in earlier Gemmas; scores are not scaled; a value is the key before its
 norm and rotary embeddings, and has a norm without weights; the last layer has no window whatever is listed; rotary
 embeddings are `proportional`, of all pairs of a head, whose last ones have a frequency of 0; a layer's factor is a
-buffer. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where published files have
-`global_head_dim` and `num_global_key_value_heads`.
+buffer. Experts are beside the MLP of each layer, not in its place: router, experts and MLP each have a norm before
+them, the last two one after, and so has their sum; the weights of the chosen experts sum to 1 before each is multiplied
+by a number of its expert. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where
+published files have `global_head_dim` and `num_global_key_value_heads`.
 """
 
 from collections.abc import Mapping
@@ -24,6 +26,7 @@ from precisionctl.architectures.config_keys import (
     activation,
     all_but_every,
     layer_types,
+    layers,
     layers_in_window,
     size,
     tied,
@@ -40,7 +43,9 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.param_map import Architecture, Row, only_in
+from precisionctl.architectures.moe_rows import FUSED, ROUTER, SHARED_EXPERTS, experts
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
@@ -57,10 +62,73 @@ _WITHOUT_VALUES = tuple(replace(row, names=row.hf[:2]) for row in QKV_LINEAR)
 
 _LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
 
+_EXPERT = "model.layers.{layer}.experts.{expert}."
+
+
+def _norm(hf: str, megatron: str) -> Row:
+    """One of the norms of a layer with experts."""
+    hf, megatron = f"model.layers.{{layer}}.{hf}.weight", f"decoder.layers.{{layer}}.mlp.{megatron}"
+    return Row(hf, megatron, ("hidden_size",), GAMMA, layers="moe")
+
+
+_BESIDE_EXPERTS = (
+    _norm("pre_feedforward_layernorm", "shared_experts.linear_fc1.layer_norm_weight"),
+    *renamed(SHARED_EXPERTS, {"mlp.shared_experts": "mlp"}),
+    _norm("post_feedforward_layernorm_1", "shared_experts.linear_fc2.post_layernorm.weight"),
+)
+"""The MLP, which is Megatron's shared experts where there are experts beside it."""
+
+_EXPERTS: tuple[Row | Either, ...] = (
+    *renamed(ROUTER, {"mlp.gate": "router.proj"}),
+    Row("model.layers.{layer}.router.scale", "decoder.layers.{layer}.mlp.router.scale", ("hidden_size",), layers="moe"),
+    Row(
+        "model.layers.{layer}.router.per_expert_scale",
+        "decoder.layers.{layer}.mlp.router.per_expert_scale",
+        ("moe.num_experts",),
+        layers="moe",
+    ),
+    _norm("pre_feedforward_layernorm_2", "pre_moe_layernorm.weight"),
+    Either(
+        renamed(FUSED, {"mlp.experts": "experts"}),
+        experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
+        only_read=True,
+        for_engines=True,
+    ),
+    _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
+    _norm("post_feedforward_layernorm", "post_layernorm.weight"),
+)
+"""The router, and experts: in one tensor; one by one where they are codes, as llm-compressor writes them and engines
+look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""
+
 
 def _windows(config: Config, where: object) -> list[bool]:
     """Whether each layer has the window. Its class lets the last one have none."""
     return [*layers_in_window(config, where, all_but_every(6))[:-1], False]
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    if not config.get("enable_moe_block"):
+        return {}
+    numbers = {key: size(config, key, where) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    return {
+        "moe.num_experts": numbers["num_experts"],
+        "moe.topk": numbers["top_k_experts"],
+        "moe.ffn_hidden_size": numbers["moe_intermediate_size"],
+        "moe.shared_ffn_hidden_size": size(config, "intermediate_size", where),
+        "moe.layer_freq": (True,) * layers(config, where),
+        "moe.own_norms": True,
+    }
+
+
+def _write_experts(model: ModelShape) -> Config:
+    if model.moe is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": model.moe.num_experts,
+        "top_k_experts": model.moe.topk,
+        "moe_intermediate_size": model.moe.ffn_hidden_size,
+    }
 
 
 def _read_windows(config: Config, where: object) -> Fields:
@@ -123,6 +191,8 @@ ARCHITECTURE = Architecture(
         *only_in("windowed", ATTENTION),
         *only_in("global", (*_WITHOUT_VALUES, *QK_NORMS, *PROJ)),
         *AFTER_ATTENTION,
+        *_BESIDE_EXPERTS,
+        *_EXPERTS,
         _LAYER_SCALAR,
     ),
     config=(
@@ -138,7 +208,9 @@ ARCHITECTURE = Architecture(
         Only("attention_k_eq_v", True, absent=False),
         Only("hidden_size_per_layer_input", 0, absent=256),
         Only("num_kv_shared_layers", 0),
-        Only("enable_moe_block", False),
+        Rule(
+            ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _read_experts, _write_experts
+        ),
         Only("attention_bias", False),
         Only("use_bidirectional_attention", "vision"),
         SCALED_EMBEDDING,

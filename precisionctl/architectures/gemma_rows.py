@@ -20,6 +20,7 @@ POST_MLP_NORM = (
         "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
         ("hidden_size",),
         GAMMA,
+        layers="dense",
     ),
 )
 
@@ -30,6 +31,7 @@ AFTER_ATTENTION = (
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
         ("hidden_size",),
         GAMMA,
+        layers="dense",
     ),
     *MLP,
     *POST_MLP_NORM,

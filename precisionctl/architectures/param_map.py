@@ -182,13 +182,15 @@ class Row:
 class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
     Read is the one that is stored. Written is the first; but from Hugging Face to Hugging Face the stored one again,
-    unless the second is `only_read`: that is written only where weights become the codes again that they were. The
-    second may be what transformers' class has `in_memory`."""
+    unless the second is `only_read`: that is written only where weights become the codes again that they were, or, with
+    `for_engines`, in exports for engines that do not load by the model's own class. The second may be what
+    transformers' class has `in_memory`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     only_read: bool = False
     in_memory: bool = False
+    for_engines: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,15 +229,21 @@ class Architecture:
         respelled: bool = False,
         wanted: Collection[str] = (),
         in_memory: bool = False,
+        for_engine: bool = False,
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
         `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`. `in_memory` are the names that the model's class has in memory: experts in one tensor."""
+        are `wanted`, or the result is `for_engine`: for one that does not load by the model's own class. `in_memory`
+        are the names that the model's class has in memory: experts in one tensor."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif (row.only_read and _any_stored(row.second, wanted, model)) or (in_memory and row.in_memory):
+            elif (
+                (row.only_read and _any_stored(row.second, wanted, model))
+                or (in_memory and row.in_memory)
+                or (for_engine and row.for_engines)
+            ):
                 here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
                 rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _is_stored(row, stored, model):

@@ -59,6 +59,7 @@ class ReadOff(Architecture):
         respelled: bool = False,
         wanted: Collection[str] = (),
         in_memory: bool = False,
+        for_engine: bool = False,
     ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 

@@ -249,6 +249,7 @@ class WrappedArchitecture(Architecture):
         respelled: bool = False,
         wanted: Collection[str] = (),
         in_memory: bool = False,
+        for_engine: bool = False,
     ) -> tuple[Row, ...]:
         assert self.wrapper is not None, "made by `wrapped`"
         if in_memory and self.wrapper.body != IN_MEMORY[0]:
@@ -258,7 +259,7 @@ class WrappedArchitecture(Architecture):
             )
         towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
         rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
-        return (*super().spelled(stored, model, respelled, wanted, in_memory), *rows)
+        return (*super().spelled(stored, model, respelled, wanted, in_memory, for_engine), *rows)
 
 
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:

@@ -39,7 +39,9 @@ _MODULES = (
     *("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "sinks"),
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
-    *("indexer", "c_attn", "router", "gate", "experts", "shared_experts", "shared_expert"),
+    *("indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
+    *("shared_experts", "shared_expert"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
     *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
@@ -92,7 +94,7 @@ def _in_memory(name: str) -> str:
     return re.sub(r"\.block_sparse_moe\.(gate|experts)\b", r".mlp.\1", name)
 
 
-_UNDECAYED = re.compile(r".*(?:bias|norm\.weight|ln_\w\.weight)")
+_UNDECAYED = re.compile(r".*(?:bias|norm(?:_\d)?\.weight|ln_\w\.weight)")
 
 
 def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) -> dict[int, str]:

@@ -28,7 +28,7 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError, nearest
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
@@ -96,7 +96,9 @@ def for_engine(request: Request, source: Source) -> Result:
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,
-            do="`export-inference --scheme block` has what it loads.",
+            do="`export-inference --scheme block` has what it loads."
+            if is_slice(found[0].where)
+            else "Forget their codes first: `convert --to hf --precision bf16 --drop-fp8-state`.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)

@@ -19,6 +19,7 @@ from precisionctl.commands.request import TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engines
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
@@ -90,6 +91,7 @@ def open_source(request: Request) -> Source:
             where=request.source,
             do="Leave --precision out; --drop-optimizer writes the weights alone.",
         )
+    engine = engines().get(request.target or "")
     plan = make_plan(
         reader,
         request.to,
@@ -99,6 +101,7 @@ def open_source(request: Request) -> Source:
         respelled=request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)),
         wanted=encodings.weights if encodings and request.for_inference else (),
         state_dict=request.is_state_dict,
+        for_engine=engine is not None and not engine.loads_own_classes,
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import precisionctl.engines
@@ -50,8 +51,10 @@ class Engine:
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
     of NVFP4 that differ among linears that it fuses.
 
-    What it finds: with `renames` modules have other names in memory, by transformers' own table. `one_by_one` are
-    experts that it does not load as values beside codes of a quant method, if they are stored as one tensor;
+    What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
+    says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
+    experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
+    those that it loads so alone;
     `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
@@ -91,7 +94,9 @@ class Engine:
     on_cache: str
     bf16_scales: frozenset[str] = frozenset()
     renames: bool = False
+    loads_own_classes: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    in_one: re.Pattern[str] | None = None
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
@@ -193,10 +198,11 @@ class Engine:
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
     def check_stacked(self, names: Iterable[str], method: str) -> list[Finding]:
-        """The first of these tensors that the engine does not load as values beside codes, as a finding."""
-        pattern = self.one_by_one.get(method)
-        stacked = [name for name in names if pattern and pattern.fullmatch(name)]
-        return [Finding(name, "experts of a layer as one tensor, in BF16", self.quantisation) for name in stacked[:1]]
+        """The first of these tensors whose form the engine does not load beside codes, as a finding: experts of a layer
+        as one tensor of values, or one by one."""
+        forms = {"as one tensor, in BF16": self.one_by_one.get(method), "one by one": self.in_one}
+        found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
+        return [Finding(name, f"experts of a layer {form}", self.quantisation) for name, form in islice(found, 1)]
 
     def kept(
         self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool

@@ -205,12 +205,14 @@ def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -
     """A fused weight's codes `[out, in]`, and a scale_inv for each row, FP32 `[out, 1]`."""
     named = [(name, reader.specs[name].shape) for name in job.reads]
     by_row = [reader.encodings[name].scales(0, *shape).expand(shape[0], 1) for name, shape in named]
-    return StoredWeight(_merged_codes(reader, job, plan).to(device), job.row.merge(by_row, plan.model).to(device))
+    return StoredWeight(
+        _merged_codes(reader, job, plan).to(device), job.row.source.merge(by_row, plan.model).to(device)
+    )
 
 
 def _merged_codes(reader: Reader, job: Job, plan: Plan) -> Tensor:
     codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
-    return job.row.merge(codes, plan.model).view(CODES.torch)
+    return job.row.source.merge(codes, plan.model).view(CODES.torch)
 
 
 def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) -> NativeStoredBlocks | None:
@@ -220,7 +222,7 @@ def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) 
     if not has_block_gemms(device) or any(encoding.block[1] != BLOCK for encoding in encodings):
         return None
     grids = [by_rows(each, reader.specs[name].rows) for each, name in zip(encodings, job.reads, strict=True)]
-    codes, grid = _merged_codes(reader, job, plan), job.row.merge(grids, plan.model)
+    codes, grid = _merged_codes(reader, job, plan), job.row.source.merge(grids, plan.model)
     rows, columns = codes.shape
     squares = Encoding(E4M3, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
     if rows % 16 or columns % BLOCK or bool(squares.isnan().any()):
@@ -231,4 +233,4 @@ def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) 
 def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:
     """A fused weight decoded, FP32 `[out, in]`."""
     parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0) for name in job.reads]
-    return StoredBlocks(job.row.merge(parts, plan.model).to(device))
+    return StoredBlocks(job.row.source.merge(parts, plan.model).to(device))

@@ -44,6 +44,7 @@ def make_plan(
     respelled: bool = False,
     wanted: Collection[str] = (),
     state_dict: bool = False,
+    for_engine: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
@@ -51,15 +52,18 @@ def make_plan(
     BF16. `optimizer` takes the state of the source's optimizer along, in FP32, or between Megatron checkpoints as it is
     stored.
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
-    are names that the target is to have where that is a choice. A `state_dict` is what trainers save: names that the
-    model's class has in memory, copies of tied tensors, and FP32 masters, where there are any, as its weights.
+    are names that the target is to have where that is a choice; `for_engine` gives experts those under which engines
+    look for their codes. A `state_dict` is what trainers save: names that the model's class has in memory, copies of
+    tied tensors, and FP32 masters, where there are any, as its weights.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(_hf_specs(source), source.model, respelled, wanted, in_memory=state_dict)
+        rows = architecture.spelled(
+            _hf_specs(source), source.model, respelled, wanted, in_memory=state_dict, for_engine=for_engine
+        )
         if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
             raise MissingTensor(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",

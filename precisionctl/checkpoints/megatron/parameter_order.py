@@ -73,11 +73,12 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_fused_norm(modules, "mlp.linear_fc1"),
         *_of("mlp.linear_fc1", *_INNER),
         *_of("mlp.linear_fc2", *_INNER, "post_layernorm.weight"),
-        *_of("mlp.router", *_INNER),
+        *_of("mlp.router", *_INNER, "scale", "per_expert_scale"),
         _EXPERTS,
         "mlp.shared_experts.gate_weight",
-        *_of("mlp.shared_experts.linear_fc1", *_INNER),
-        *_of("mlp.shared_experts.linear_fc2", *_INNER),
+        *_of("mlp.shared_experts.linear_fc1", *_NORM, *_INNER),
+        *_of("mlp.shared_experts.linear_fc2", *_INNER, "post_layernorm.weight"),
+        *_of("mlp", "pre_moe_layernorm.weight", "post_moe_layernorm.weight", "post_layernorm.weight"),
     ]
     return {name: rank for rank, name in enumerate(names)}
 

@@ -193,10 +193,11 @@ def column_linear(
     return backend.layer_norm_linear(name, in_features, out_features, bias, norm, mode)
 
 
-def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:
-    """Normalise a linear's output by a child module `post_layernorm` (Gemma, with Megatron-Bridge's names)."""
-    linear.add_module("post_layernorm", norm)
-    linear.register_forward_hook(lambda _, inputs, out: norm(out))
+def add_post_layernorm(module: nn.Module, norm: nn.Module) -> None:
+    """Normalise a module's output by a child module `post_layernorm` (a linear's in Gemma, with Megatron-Bridge's
+    names)."""
+    module.add_module("post_layernorm", norm)
+    module.register_forward_hook(lambda _, inputs, out: norm(out))
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:

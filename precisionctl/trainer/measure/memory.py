@@ -242,6 +242,9 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_hidden_size
     router = 4 * hidden + 16 * moe.num_experts
+    if moe.own_norms:  # of the router two FP32 values more, and of the experts, on all tokens; then those after both
+        router += (4 + 4 + kept.norm) * hidden
+        router += (1 + model.shared_experts) * kept.norm * hidden // kept.tokens
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     if moe.shared_expert_gate:
         shared += 2 * hidden  # what the gate is multiplied by

@@ -23,7 +23,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
-    **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input"), ANY),
+    **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     "global_attention.keys_are_values": ANY,
@@ -65,11 +65,12 @@ BESIDE_MLA: Mapping[str, object] = {
 }
 """What latent attention computes of these; grouped queries heed them."""
 
-BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False, "pre_layernorms": True, "parallel_residual": False}
+BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True, "parallel_residual": False}
 """What layers with experts compute of these; dense ones heed them."""
 
 BESIDE_DELTA_NETS: Mapping[str, object] = {
     **BESIDE_EXPERTS,
+    "post_layernorms": False,
     "add_bias_linear": False,
     "activation": "silu",
     "attention_chunk_size": None,

@@ -268,8 +268,8 @@ class Layer(nn.Module):
 
     Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
     have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
-    that alone, and Gemma 4 multiplies what the layer gives. `recompute` keeps no activation but the input for the
-    backward.
+    that alone, and Gemma 4 multiplies what the layer gives. Experts with norms of their own read what no norm has.
+    `recompute` keeps no activation but the input for the backward.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
@@ -288,17 +288,19 @@ class Layer(nn.Module):
         else:
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
-        self.pre_mlp_layernorm = backend.norm(size, norm) if model.has_experts(number) else nn.Identity()
+        moe = model.moe if model.has_experts(number) else None
+        self.pre_mlp_layernorm = backend.norm(size, norm) if moe and not moe.own_norms else nn.Identity()
         self.mlp: MLP | MoELayer
-        if model.moe and model.has_experts(number):
-            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
+        if moe:
+            self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
         else:
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
-            if model.post_layernorms:
-                assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
-                add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
-                add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
+        if model.post_layernorms:
+            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
+            add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+            last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
+            add_post_layernorm(last, backend.norm(size, norm))
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_shape import Activation, ModelShape, MoE
-from precisionctl.trainer.backends.base import Backend, Norm, column_linear
+from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -74,7 +74,8 @@ class MLP(nn.Module):
 class MoELayer(nn.Module):
     """Each token goes through the experts that the router chooses for it; no token is dropped.
 
-    `shared_experts` is what all tokens go through beside those. `router_losses.py` says what keeps the loads even.
+    `shared_experts` is what all tokens go through beside those; with norms of their own, both read what no norm has.
+    `router_losses.py` says what keeps the loads even.
     """
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
@@ -85,12 +86,16 @@ class MoELayer(nn.Module):
         self.shared_experts = (
             SharedExperts(f"{name}.shared_experts", model, moe, backend) if model.shared_experts else None
         )
+        self.pre_moe_layernorm, self.post_moe_layernorm = (
+            backend.norm(model.hidden_size, norm_of(model)) if moe.own_norms else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[T, E]`, normalised, to the same."""
+        """`[T, E]`, normalised but for norms of its own, to the same."""
         tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens)
-        out = self.ranks.leave(self.experts(tokens, weights, chosen))
+        routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
+        out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
 
@@ -98,7 +103,10 @@ class SharedExperts(MLP):
     """An MLP that all tokens go through, times a gate for each token where there is one (Qwen2-MoE)."""
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
-        super().__init__(name, model, backend, moe.shared_ffn_hidden_size or 0, None)
+        norm = norm_of(model) if moe.own_norms else None
+        super().__init__(name, model, backend, moe.shared_ffn_hidden_size or 0, norm)
+        if norm:
+            add_post_layernorm(self.linear_fc2, backend.norm(model.hidden_size, norm))
         weight = torch.empty(1, model.hidden_size, dtype=backend.dtype, device=backend.device)
         self.gate_weight = nn.Parameter(weight.normal_(std=0.02)) if moe.shared_expert_gate else None
 
@@ -149,13 +157,21 @@ class Router(nn.Module):
         zeros = torch.zeros(moe.num_experts, device=backend.device)
         self.weight = nn.Parameter(weight.normal_(std=0.02))
         self.bias = nn.Parameter(zeros.to(backend.dtype)) if moe.router_bias else None
+        self.norm_epsilon = norm_of(model).epsilon
+        self.scale, self.per_expert_scale = (
+            nn.Parameter(torch.ones(size, dtype=backend.dtype, device=backend.device)) if moe.own_norms else None
+            for size in (model.hidden_size, moe.num_experts)
+        )
         # FP32 in Megatron too, and no gradient's to change: `RouterLosses.update_biases`
         self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens `[T, E]` to the weights of their experts, FP32 `[T, K]`, and the experts' numbers, int64 `[T, K]`."""
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(tokens.float(), self.weight.float(), bias)
+        bias, read = None if self.bias is None else self.bias.float(), tokens.float()
+        if self.scale is not None:
+            hidden = read.shape[-1]
+            read = F.rms_norm(read, (hidden,), eps=self.norm_epsilon) * self.scale.float() * hidden**-0.5
+        logits = F.linear(read, self.weight.float(), bias)
         if self.moe.score_function == "sigmoid":
             scores = logits.sigmoid()
         else:
@@ -170,6 +186,8 @@ class Router(nn.Module):
             weights = logits.gather(1, chosen).softmax(-1)
         if self.backend.router_losses:
             self.backend.router_losses.see(logits, chosen, self.expert_bias)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.float()[chosen]
         return weights * self.moe.topk_scaling_factor, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
-_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "activation_func")
+_REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "out_norm", "router", "pre_moe_layernorm", "activation_func")
 """Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
 _OF_LATENTS = (
@@ -46,7 +46,7 @@ class ModelShards:
         mine = world.experts.local_experts(model.moe.num_experts) if model.moe else range(0)
         shards = {}
         for row in architecture_of(model.architecture).spelled({}, model):
-            if not row.present.in_layout("megatron", model):
+            if not row.count(model) or not row.present.in_layout("megatron", model):
                 continue
             untrained = "{mtp}" in row.megatron  # not computed with, and whole on all ranks
             spec = TensorSpec(row.shape(model), DType.of(dtype), REPLICATED if untrained else row.cut(model))
