@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pico
 import pytest
 import torch
+from any_models import export
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -11,10 +13,14 @@ from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import StoredTensor, read_header
+from precisionctl.commands.codes import engine_named
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
+from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
 
 
 class Slices:
@@ -88,3 +94,21 @@ def test_a_name_that_poses_as_a_slice_is_refused(tmp_path: Path) -> None:
 def test_slices_that_are_not_all_there_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ShapeMismatch, match="do not make one tensor"):
         stacked({f"mlp.experts.down_proj{name}": TensorSpec((2, 3), DType.float32) for name in names})
+
+
+def test_mistral_4_has_its_experts_in_one_tensor_but_for_engines_and_verify_says_who_loads_which(
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "qk_nope_head_dim": 48}
+    sizes |= {"qk_rope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 32, "kv_lora_rank": 32}
+    pico.save(tmp_path / "hf", "mistral4", dtype=torch.bfloat16, **sizes)
+    for target in ("vllm", "transformers"):
+        export(tmp_path / "hf", tmp_path / target, "dynamic", target)
+        assert not check(open_checkpoint(tmp_path / target), engine_named(target))
+        assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / target)).equal
+    experts = ("model.layers.2.mlp.experts.7.gate_proj.weight", "model.layers.2.mlp.experts.gate_up_proj")
+    apart, whole = (load_file(tmp_path / target / "model.safetensors") for target in ("vllm", "transformers"))
+    assert apart[experts[0]].dtype == torch.float8_e4m3fn and experts[1] not in apart
+    assert whole[experts[1]].dtype == torch.bfloat16 and experts[0] not in whole
+    found = check(open_checkpoint(tmp_path / "vllm"), engine_named("transformers"))
+    assert "experts of a layer one by one" in {each.what for each in found}

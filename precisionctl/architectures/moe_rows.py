@@ -116,5 +116,5 @@ _NUMBERED = experts(
     "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 )
 EXPERTS = (Either(_NUMBERED, FUSED, in_memory=True),)
-FUSED_EXPERTS = (Either(FUSED, _NUMBERED),)
-"""Where the model's class saves them as it has them in memory."""
+FUSED_EXPERTS = (Either(FUSED, _NUMBERED, only_read=True, for_engines=True),)
+"""Where the model's class saves them as it has them in memory, and engines look for codes one by one."""

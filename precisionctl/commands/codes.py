@@ -92,7 +92,7 @@ def for_engine(request: Request, source: Source) -> Result:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
     notes += [*edge_notes(source.encodings, plan), *four_bit_notes(request, source.encodings, plan)]
-    if found := engine.check_stacked(plan.targets, form.method.name):
+    if found := engine.check_stacked(plan.targets, form.method.name, model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,

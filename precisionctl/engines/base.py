@@ -22,7 +22,7 @@ from precisionctl.engines.ignore_lists import IgnoreList
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout
+from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme
@@ -54,7 +54,7 @@ class Engine:
     What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
     says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
-    those that it loads so alone;
+    those that it loads so alone, by the `model_type` of text models;
     `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
@@ -96,7 +96,7 @@ class Engine:
     renames: bool = False
     loads_own_classes: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
-    in_one: re.Pattern[str] | None = None
+    in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
@@ -164,7 +164,7 @@ class Engine:
                 self._names(config, found),
                 self.quantisation,
             ),
-            *self.check_stacked(specs, method.name),
+            *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
             *self._unlisted_experts(found),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
@@ -197,10 +197,11 @@ class Engine:
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
-    def check_stacked(self, names: Iterable[str], method: str) -> list[Finding]:
+    def check_stacked(self, names: Iterable[str], method: str, model_type: object) -> list[Finding]:
         """The first of these tensors whose form the engine does not load beside codes, as a finding: experts of a layer
         as one tensor of values, or one by one."""
-        forms = {"as one tensor, in BF16": self.one_by_one.get(method), "one by one": self.in_one}
+        in_one = self.in_one.get(model_type) if isinstance(model_type, str) else None
+        forms = {"as one tensor, in BF16": self.one_by_one.get(method), "one by one": in_one}
         found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
         return [Finding(name, f"experts of a layer {form}", self.quantisation) for name, form in islice(found, 1)]
 

@@ -62,6 +62,12 @@ def fused(weight: str) -> str:
     return f"{stem}.{group[0]}" if group else module
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config.json; all of it where it has no `text_config`."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
 @dataclass(frozen=True)
 class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
@@ -74,8 +80,7 @@ class ServingLayout:
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
         """The model that a config.json describes, or that it has a `text_config` of."""
-        text = config.get("text_config")
-        config = text if isinstance(text, Mapping) and "num_attention_heads" not in config else config
+        config = config if "num_attention_heads" in config else text_config(config)
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]

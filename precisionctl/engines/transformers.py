@@ -14,8 +14,7 @@ from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
-_GEMMA4_EXPERTS = re.compile(r".+\.layers\.\d+\.experts\.\d+\..+")
-"""Of these it has no converter (5.23 conversion_mapping.py)."""
+_NUMBERED_EXPERTS = re.compile(r".+\.layers\.\d+\.(mlp\.)?experts\.\d+\..+")
 
 ENGINE = Engine(
     name="transformers",
@@ -89,7 +88,7 @@ ENGINE = Engine(
     renames=True,
     loads_own_classes=True,
     one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
-    in_one=_GEMMA4_EXPERTS,
+    in_one=dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS),  # no converter: 5.23 conversion_mapping.py
     fuses=False,
     reads_conv1d=False,
     ignores={
