@@ -17,6 +17,7 @@ from precisionctl.cli.options import (
     RUN,
     TOO_FAR,
     Choice,
+    EngineName,
     Percent,
     grouped_columns_option,
     iteration_option,
@@ -113,7 +114,10 @@ def inspect(
     "--fp8", is_flag=True, help="Compare FP8 weights code by code. FP8 state on only one side is a difference."
 )
 @click.option(
-    "--target", metavar="ENGINE", help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
+    "--target",
+    type=EngineName(),
+    metavar="ENGINE",
+    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te.",
 )
 @click.option(
     "--tp",
