@@ -216,6 +216,8 @@ def do(request: "Request", how: Writing) -> None:
             path = command.output.path
             done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
             lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
+            if how.verify and found:
+                lines.insert(1, "Read back and compared with the source: the same.")
             if isinstance(command.writer, HuggingFaceWriter):
                 lines.append(f"To the Hub: hf upload ORG/NAME {shlex.quote(str(path))}")
             console.show_lines(lines)
