@@ -1,14 +1,16 @@
 """All output to the terminal: results on stdout, progress and errors on stderr."""
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
@@ -66,18 +68,59 @@ def note(line: str) -> None:
     _err.print(one_line(line), soft_wrap=True, markup=False)
 
 
+_FOLDED = 12
+"""Columns in which a name can still be read, folded."""
+
+
 def _draw(table: Table) -> RichTable:
+    """A table at most as wide as the terminal, in which no number is broken. Where that is too narrow, each row is a
+    list of its cells instead."""
+    room = _out.width - 3 * len(table.columns) - 1
+    if any(table.columns) and sum(_least(table)) > room:
+        return _draw(_as_lists(table))
     title = Text(one_line(table.title))  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
         title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
     )
-    for number, column in enumerate(table.columns):
-        drawn.add_column(
-            Text(one_line(column)), justify="right" if table.is_numeric(number) else "left", overflow="fold"
-        )
+    for number, (column, width) in enumerate(zip(table.columns, _widths(table, room), strict=True)):
+        side: Literal["left", "right"] = "right" if table.is_numeric(number) else "left"
+        drawn.add_column(Text(one_line(column)), justify=side, overflow="fold", width=width)
     for row in table.rows:
         drawn.add_row(*(Text(one_line(cell)) for cell in row))
     return drawn
+
+
+def _least(table: Table) -> list[int]:
+    """The letters that each column needs: for whole numbers, the words of its head, and other words as far as folding
+    them would not make them hard to read."""
+    least = []
+    for number, head in enumerate(table.columns):
+        cells = [one_line(row[number]) for row in table.rows]
+        words = cells if table.is_numeric(number) else " ".join(cells).split()
+        least.append(max((min(len(word), _FOLDED) for word in [*words, *head.split()]), default=0))
+    return least
+
+
+def _widths(table: Table, room: int) -> list[int]:
+    """The letters that each column gets: all of its widest cell, or, where there is no room for that, less: first heads
+    are folded, then the widest cells, though not below what a column needs."""
+    least = _least(table)
+    cells = [[cell_len(one_line(row[number])) for row in table.rows] for number in range(len(table.columns))]
+    folded = [max([*each, words]) for each, words in zip(cells, least, strict=True)]
+    widths = [max(cell_len(one_line(head)), width) for head, width in zip(table.columns, folded, strict=True)]
+    for floors in (folded, least):
+        while (beyond := sum(widths) - room) > 0 and any(map(operator.gt, widths, floors)):
+            wide = [at for at, width in enumerate(widths) if width > floors[at]]
+            widest = max(wide, key=widths.__getitem__)
+            others = max((widths[at] for at in wide if at != widest), default=0)
+            widths[widest] = max(widths[widest] - beyond, min(others, widths[widest] - 1), floors[widest])
+    return widths
+
+
+def _as_lists(table: Table) -> Table:
+    """A table of two columns without heads: the heads of `table`, and one of its rows after the other."""
+    lists = [[pair for pair in zip(table.columns, row, strict=True)] for row in table.rows]
+    return Table(table.title, ("", ""), [pair for each in lists for pair in [*each, ("", "")]][:-1])
 
 
 def show_error(error: PrecisionctlError) -> None:

@@ -1,7 +1,9 @@
 """Models that no table here describes: decoded, encoded, inspected and verified by a table that is read off them."""
 
 import json
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import any_models
@@ -25,7 +27,7 @@ from precisionctl.conversion.estimate import Estimate
 from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
 from precisionctl.engines.ignore_lists import by_name_or_regex
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -418,6 +420,17 @@ def test_weights_become_fp8_without_state_that_nobody_can_record(tmp_path: Path)
     any_models.save(tmp_path / "source", "nemotron_h")
     carry_out(Request(tmp_path / "source", tmp_path / "out", "hf", "fp8"), workers=1)
     any_models.check_codes(tmp_path / "source", tmp_path / "out", "dynamic")
+
+
+def test_no_command_is_advised_that_cannot_record_a_state_for_such_a_model(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "nemotron_h")
+    request = Request.export(tmp_path / "source", tmp_path / "out", "vllm")
+    (note,) = [note for note in plan_command(request).notes if note.startswith("Scheme dynamic")]
+    with pytest.raises(MissingFp8State, match="no FP8 state") as refused:
+        plan_command(replace(request, scheme="static"))
+    for words in (note, refused.value.do):
+        assert not re.search("calibrate|resume", words)
+    assert "--scheme dynamic" in refused.value.do
 
 
 def test_experts_in_one_tensor_that_transformers_takes_apart_do_not_go_to_it_as_compressed_tensors(

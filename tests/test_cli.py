@@ -347,7 +347,8 @@ def test_compare_prints_json_for_scripts(tmp_path):
 def test_compare_draws_a_picture_and_a_page_that_needs_nothing_else(tmp_path):
     first, other = write_run(tmp_path / "a", [2.0, 1.0]), write_run(tmp_path / "<b>", [2.0, 1.5])
     png, html = tmp_path / "curves.png", tmp_path / "curves.html"
-    assert run("compare", first, other, "--png", png, "--html", html).exit_code == 0
+    told = run("compare", first, other, "--png", png, "--html", html).stdout
+    assert told.endswith(f"Wrote {png}.\nWrote {html}.\n")
     assert png.read_bytes().startswith(b"\x89PNG")
     page = html.read_text()
     assert "&lt;b&gt;" in page and "<b>" not in page
@@ -357,8 +358,9 @@ def test_compare_draws_a_picture_and_a_page_that_needs_nothing_else(tmp_path):
 def test_convert_there_and_back_and_verify_agree(tmp_path):
     source, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
     pico.save(source)
-    assert run("convert", source, megatron, "--to", "megatron").exit_code == 0
-    assert run("convert", megatron, back, "--to", "hf", "--max-shard-size", "50kB").exit_code == 0
+    assert "Read back" not in run("convert", source, megatron, "--to", "megatron").stdout
+    done = run("convert", megatron, back, "--to", "hf", "--max-shard-size", "50kB", "--verify")
+    assert done.exit_code == 0 and "\nRead back and compared with the source: the same.\n" in done.stdout
     assert len(list(back.glob("*.safetensors"))) > 1
     assert run("verify", source, back).exit_code == 0
     pico.save(tmp_path / "other", seed=1)

@@ -173,3 +173,26 @@ def test_what_rich_takes_for_markup_is_shown_as_it_is(monkeypatch: pytest.Monkey
     console.show_tables([Table("runs/[/x]", ("model[v2]", "[red]"), [("[bold]a", "[/]")])])
     for text in ("runs/[/x]", "model[v2]", "[red]", "[bold]a", "[/]"):
         assert text in stdout.getvalue()
+
+
+CURVES = Table(
+    "Training loss",
+    ("run", "steps in common", "loss now", "gap now", "worst gap"),
+    [("decoder.layers.17.run-fp8", "1,200", "6.4896", "+0.02 %", "-inf"), ("b", "12", "6.5", "-", "+1.25 %")],
+)
+
+
+@pytest.mark.parametrize("width", range(30, 100, 5))
+def test_a_table_fits_the_terminal_and_breaks_no_number(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Names fold where they must; below that a row is a list of its cells under their heads."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(console, "_out", Console(file=stdout, width=width, highlight=False))
+    console.show_tables([CURVES])
+    lines = stdout.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    for row in CURVES.rows:
+        for cell in row[1:]:
+            assert any(cell in line for line in lines), cell
+    as_lists = not any("─" in line for line in lines)
+    assert as_lists == (width < 52)
+    assert not as_lists or sum("loss now" in line for line in lines) == 2

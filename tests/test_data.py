@@ -78,7 +78,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n\n{', r"not JSON: .*\(.*rows.jsonl, line 3\)"),
+        ('{"text": "a"}\n\n{', r"not JSON: [^:]*, in column 2 \(.*rows.jsonl, line 3\)"),
         ("[1]", r"a row must be a JSON object, not '\[1\]' \(.*line 1\)"),
         ('{"txt": "a"}', r"a row with none of the known keys: {'txt': 'a'} \(.*line 1\)"),
         ('{"text": "a b c d e a b c"}\n{"messages": []}', r"text and conversations in one data set.*line 2\)"),
@@ -140,8 +140,10 @@ def test_a_tokenizer_that_does_not_load_is_refused_in_our_words_with_the_next_st
 ) -> None:
     changed = _files(None) | changes
     files = {name: content for name, content in changed.items() if content is not None}
-    with pytest.raises(DataError, match=what) as refused, open_tokenizer(Companions(files)) as loaded:
+    with pytest.raises(DataError, match=what) as refused, open_tokenizer(Companions(files), Path("llama")) as loaded:
         loaded.check()
+    assert refused.value.where
+    assert "no tokenizer" not in what or refused.value.where == "llama"
     assert do in refused.value.do and "\n" not in refused.value.what
 
 

@@ -94,6 +94,24 @@ def test_completion_is_what_the_shell_asks_the_program_for(shell: str) -> None:
     assert "export-inference" in found.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [
+        ("export-inference llama out --target ", {"vllm", "te"}),
+        ("verify llama --target v", {"vllm"}),
+        ("resume llama --recipe fp8-", {"fp8-block", "fp8-delayed"}),
+        ("convert megatron out --architecture qwen3", {"qwen3", "qwen3_moe"}),
+    ],
+)
+def test_completion_knows_engines_recipes_and_families(line: str, some: set[str]) -> None:
+    asked = {"_PRECISIONCTL_COMPLETE": "bash_complete", "COMP_WORDS": f"precisionctl {line}"}
+    found = CliRunner().invoke(
+        main, [], prog_name="precisionctl", env=asked | {"COMP_CWORD": str(len(line.split(" ")))}
+    )
+    names = {row.removeprefix("plain,") for row in found.stdout.splitlines() if row.startswith("plain,")}
+    assert some <= names and all(name.startswith(line.rpartition(" ")[2]) for name in names)
+
+
 def test_the_page_of_environment_variables_has_every_one_that_is_read() -> None:
     pattern = re.compile(r"(RANK|WORLD_SIZE|(LOCAL|MASTER|SLURM|TORCHELASTIC|PRECISIONCTL)_[A-Z_]+)")
     code = [file.read_text(encoding="utf-8") for file in (ROOT / "precisionctl").rglob("*.py")]

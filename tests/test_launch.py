@@ -329,3 +329,24 @@ def test_the_command_prints_what_a_shell_takes_and_json(place: Path) -> None:
     assert [shlex.split(line) for line in script] == [found["command"]]
     assert "export NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in shown.output.splitlines()
     assert set(FRAMEWORKS) == set(main.commands["launch-args"].params[1].type.choices)  # type: ignore[attr-defined]
+
+
+def test_layers_of_multi_token_prediction_that_are_not_there_are_not_asked_for(tmp_path: Path) -> None:
+    """transformers saves models without them, and their config.json claims them all the same: Megatron would look
+    for their tensors."""
+    megatron = converted(tmp_path, "glm4-moe")
+    config = next(megatron.rglob("precisionctl/hf/config.json"))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    assert open_checkpoint(megatron).model.mtp_num_layers == 1
+    assert "--mtp-num-layers" not in flags_of(launch(megatron, "megatron-lm"))
+    assert set_by(launch(megatron, "megatron-bridge").config)["cfg.model.mtp_num_layers"] is None
+
+
+def test_an_optimizer_without_a_schedule_comes_with_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's load_checkpoint takes `opt_param_scheduler` from a checkpoint whose optimizer it loads, and ends
+    with a KeyError where there is none."""
+    subject = LaunchSource(open_checkpoint(place / "bf16"), place / "bf16")
+    assert not any("schedule" in note for note in FRAMEWORKS["megatron-lm"](subject).notes)
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", property(lambda _: {"optimizer.state.exp_avg.x": None}))
+    (note,) = [note for note in FRAMEWORKS["megatron-lm"](subject).notes if "schedule" in note]
+    assert f"precisionctl resume {place / 'bf16'}" in note and "--no-load-optim" in note

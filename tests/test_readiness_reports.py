@@ -196,6 +196,7 @@ def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
         f"Nothing has measured input and grad_output. To measure:\nprecisionctl calibrate {tmp_path}" in result.stdout
     )
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert result.stdout.endswith(f"\nWrote {tmp_path / 'page.html'}.\n")
 
 
 def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):

@@ -101,6 +101,16 @@ def test_with_none_allowed_the_first_one_ends_the_run_with_nothing_saved(place: 
     assert not list((tmp_path / "run").glob("iter_*"))
 
 
+def test_weights_with_which_no_step_works_are_looked_at_before_the_rate(
+    place: Path, tmp_path: Path, broken: set[int]
+) -> None:
+    broken |= {1, 2}
+    hopeless = {"train__max_skipped": 1, "train__save_every": 9}
+    with pytest.raises(PrecisionError, match="the last of 2 skipped steps in a row") as refused:
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", **hopeless))
+    assert "Are the weights finite?" in refused.value.do and "optimizer.lr" not in refused.value.do
+
+
 @pytest.mark.parametrize("skips", [[], {"total": 1}, {"total": "1", "running": 0}, {"total": 1, "x": 0}], ids=str)
 def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path, skips: Any) -> None:
     made = settings(place / "source", place / "text.txt", tmp_path / "run", train__steps=1)

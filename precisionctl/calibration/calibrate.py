@@ -111,7 +111,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     check_length(recipe, source.model, "--sequence-length ")
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
-    with open_tokenizer(source.companions) as tokenizer:
+    with open_tokenizer(source.companions, source.path) as tokenizer:
         rows = read_rows(recipe.data, tokenizer, source.model)
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count

@@ -17,6 +17,7 @@ from precisionctl.cli.options import (
     RUN,
     TOO_FAR,
     Choice,
+    EngineName,
     Percent,
     grouped_columns_option,
     iteration_option,
@@ -27,6 +28,11 @@ from precisionctl.errors import printable
 
 if TYPE_CHECKING:
     from precisionctl.fp8.grouped import ColumnOrder
+
+
+def _written(*files: Path | None) -> list[str]:
+    """What a command says of the files that it wrote beside its report; None is one that was not asked for."""
+    return [f"Wrote {file}." for file in files if file]
 
 
 @click.command(
@@ -91,7 +97,7 @@ def inspect(
             print_json({**description, "readiness": judged.as_json(readiness)})
             return
         console.show_tables([*report.tables(description), *judged.tables(readiness)])
-        console.show_lines(judged.advice(readiness, str(checkpoint)))
+        console.show_lines([*judged.advice(readiness, str(checkpoint)), *_written(html)])
     elif json_wanted:
         print_json(description)
     else:
@@ -113,7 +119,10 @@ def inspect(
     "--fp8", is_flag=True, help="Compare FP8 weights code by code. FP8 state on only one side is a difference."
 )
 @click.option(
-    "--target", metavar="ENGINE", help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
+    "--target",
+    type=EngineName(),
+    metavar="ENGINE",
+    help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te.",
 )
 @click.option(
     "--tp",
@@ -254,6 +263,7 @@ def compare(
         print_json(comparison.as_json(max_gap))
     else:
         console.show_tables(comparison.tables())
+        console.show_lines(_written(png, html))
     if max_gap is not None and comparison.beyond(max_gap):
         click.echo(printable(verdict), err=True)
         raise click.exceptions.Exit(TOO_FAR)
@@ -306,6 +316,7 @@ def evaluate(
         raise click.UsageError("eval needs either --data (and --against is for it) or --tasks (and --limit is for it).")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.export.model_card import NAME as CARD
     from precisionctl.export.model_card import write_quality
     from precisionctl.reports import evaluation as report
 
@@ -327,7 +338,7 @@ def evaluate(
     if json_wanted:
         print_json(result)
     else:
-        console.show_lines(lines)
+        console.show_lines([*lines, *_written(checkpoint / CARD if card else None)])
 
 
 @click.command(

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import wraps
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import DataError, UnknownFormat, meant, nearest_path
@@ -116,9 +117,41 @@ class EngineName(click.ParamType[str]):
 
     name = "engine"
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from precisionctl.commands.request import TE
+        from precisionctl.engines.base import engines
+
+        return _beginning(incomplete, [*engines(), TE])
+
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
         help = param.help if isinstance(param, click.Option) else None
         return f"Give {help}" if help else None
+
+
+class RecipeName(click.ParamType[str]):
+    """A bundled recipe by name, or a TOML file. Commands look it up."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from precisionctl.recipe import bundled_recipes
+
+        return [*_beginning(incomplete, bundled_recipes()), CompletionItem(incomplete, type="file")]
+
+
+class FamilyName(click.ParamType[str]):
+    """A family by its model_type. Commands look it up."""
+
+    name = "model_type"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from precisionctl.architectures.families import supported
+
+        return _beginning(incomplete, supported())
+
+
+def _beginning(letters: str, names: Iterable[str]) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in sorted(names) if name.startswith(letters)]
 
 
 class Percent(click.ParamType[float]):
@@ -165,7 +198,10 @@ grouped_columns_option = click.option(
     help="Order of the experts' FP8 state, if it cannot be detected: gemm for TE 2.3 or newer, role for 1.9 to 2.2.",
 )
 architecture_option = click.option(
-    "--architecture", metavar="MODEL_TYPE", help="Family (model_type) of a Megatron checkpoint that does not name it."
+    "--architecture",
+    type=FamilyName(),
+    metavar="MODEL_TYPE",
+    help="Family (model_type) of a Megatron checkpoint that does not name it.",
 )
 max_shard_size_option = click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a safetensors file."

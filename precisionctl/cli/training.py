@@ -17,6 +17,7 @@ from precisionctl.cli.options import (
     TOKENIZER,
     Choice,
     Duration,
+    RecipeName,
     fp8_state_option,
     iteration_option,
     json_option,
@@ -64,8 +65,12 @@ backend_option = click.option(
     help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, DIRECTORY:SPLIT, or hf://datasets/ORG/NAME:SPLIT. "
     "Rows with `messages` mean SFT.",
 )
-@click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there continues.")
-@click.option("--recipe", help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
+@click.option(
+    "--out",
+    type=NEW_PATH,
+    help="Folder of the run. A run that is already there continues. Default: CHECKPOINT's name with -bf16 or -fp8.",
+)
+@click.option("--recipe", type=RecipeName(), help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
 )
@@ -163,7 +168,11 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     required=True,
     help="A new file, for the --fp8-state of resume, convert and export-inference.",
 )
-@click.option("--recipe", help="The recipe of the coming run: a bundled name or a TOML file. Default: fp8-delayed.")
+@click.option(
+    "--recipe",
+    type=RecipeName(),
+    help="The recipe of the coming run: a bundled name or a TOML file. Default: fp8-delayed.",
+)
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key of the recipe. Can be repeated."
 )

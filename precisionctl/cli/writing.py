@@ -14,6 +14,7 @@ from precisionctl.cli.options import (
     POSITIVE,
     Choice,
     EngineName,
+    RecipeName,
     Writing,
     architecture_option,
     exclude_option,
@@ -79,7 +80,9 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 )
 @click.option("--container", help="For hf: safetensors (default) or bin. For megatron: torch_dist (default) or torch.")
 @click.option(
-    "--recipe", help="FP8 recipe of the result: a bundled name or a TOML file. Default: the checkpoint's, or TE's."
+    "--recipe",
+    type=RecipeName(),
+    help="FP8 recipe of the result: a bundled name or a TOML file. Default: the checkpoint's, or TE's.",
 )
 @parallelism_options
 @click.option(
@@ -158,7 +161,11 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @include_option
 @exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
-@click.option("--recipe", help="Recipe whose keep_bf16 names modules to keep in BF16: a bundled name or a TOML file.")
+@click.option(
+    "--recipe",
+    type=RecipeName(),
+    help="Recipe whose keep_bf16 names modules to keep in BF16: a bundled name or a TOML file.",
+)
 @max_shard_size_option
 @iteration_option
 @writing_options
@@ -209,6 +216,8 @@ def do(request: "Request", how: Writing) -> None:
             path = command.output.path
             done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
             lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
+            if how.verify and found:
+                lines.insert(1, "Read back and compared with the source: the same.")
             if isinstance(command.writer, HuggingFaceWriter):
                 lines.append(f"To the Hub: hf upload ORG/NAME {shlex.quote(str(path))}")
             console.show_lines(lines)

@@ -124,7 +124,7 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dic
     Raises DataError for a task that does not load or run."""
     model, precision = load(reader, best_device())
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
-    with open_tokenizer(reader.companions) as tokenizer:
+    with open_tokenizer(reader.companions, reader.path) as tokenizer:
         adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
         found = _evaluated(adapter, tasks, files, limit)
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}

@@ -85,7 +85,7 @@ def evaluate(
     device = device or best_device()
     readers = [reader] if against is None else [reader, against]
     length = min(sequence_length, *(each.model.max_position_embeddings for each in readers))
-    with open_tokenizer(reader.companions) as tokenizer:
+    with open_tokenizer(reader.companions, reader.path) as tokenizer:
         rows = load_rows(data, tokenizer, length)
     rows.require_vocabulary(reader.model.vocab_size)
     model, precision = load(reader, device)

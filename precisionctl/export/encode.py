@@ -277,7 +277,9 @@ def in_scheme(
             if refused
             else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
-    inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
+    inputs = None
+    if form.scheme in FIXED_INPUTS:
+        inputs = input_amaxes(states, jobs, why_no_state, tabled=not isinstance(plan.model, UntabledModel))
     for job in jobs:
         if form.scheme != "static" and not job.row.is_row_permutation(plan.model):
             raise PrecisionError(

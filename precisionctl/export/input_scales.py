@@ -24,22 +24,30 @@ _RECORD = (
     "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
     "--precision fp8`, or let the engine scale inputs: `export-inference --scheme dynamic` (of four bits: nvfp4a16)."
 )
+_NO_TABLE = (
+    "No command records it for a model without a table (docs/any_model.md), so let the engine scale inputs: "
+    "`export-inference --scheme dynamic` (of four bits: nvfp4a16)."
+)
 
 
-def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str) -> dict[str, Tensor]:
+def input_amaxes(
+    states: Fp8States | None, jobs: Sequence[Job], why_no_state: str, *, tabled: bool = True
+) -> dict[str, Tensor]:
     """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
-    MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state."""
+    MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state. Its advice is to
+    record one, which is possible only if the model is `tabled`."""
+    record = _RECORD if tabled else _NO_TABLE
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
         of = f"{counted(len(modules), 'module')}, e.g. `{next(iter(modules), '')}`,"
         what = f"scales for the inputs of {of} are unknown"
-        raise MissingFp8State(f"{why_no_state}: {what}", do=_RECORD)
+        raise MissingFp8State(f"{why_no_state}: {what}", do=record)
     amaxes = {}
     for job in jobs:
         state = states.modules.get(job.module)
         amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
         if not amax > 0:
-            raise MissingFp8State(f"the input of `{job.module}` was never recorded", do=_RECORD)
+            raise MissingFp8State(f"the input of `{job.module}` was never recorded", do=record)
         amaxes[job.module] = amax
     return amaxes
 

@@ -6,6 +6,7 @@ from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CODES, FOUR_BITS, Scheme, sized
@@ -47,7 +48,9 @@ def best_scheme(
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"
             why = f"{too_small}. For static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
-            why = f"{missing.what}. For static input scales, record them with `precisionctl calibrate`"
+            why = missing.what
+            if not isinstance(plan.model, UntabledModel):  # for such, no command records them
+                why += ". For static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:
         if scheme != "static":
             return scheme, why

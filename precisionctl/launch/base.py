@@ -17,6 +17,7 @@ from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
+from precisionctl.planning.make_plan import stored_model
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.saved.run_folder import recipe_of_run
@@ -88,9 +89,10 @@ class LaunchSource:
     reader: Reader
     path: Path
 
-    @property
+    @cached_property
     def model(self) -> ModelShape:
-        return self.reader.model
+        """The model that the tensors make: a framework would look for layers that only config.json has."""
+        return stored_model(self.reader)
 
     def require_megatron(self, framework: str, do: str) -> None:
         """Raise CheckpointError, with the advice `do`, if this is not a Megatron checkpoint."""
@@ -179,6 +181,12 @@ class LaunchSource:
     def has_optimizer(self) -> bool:
         """Whether the checkpoint has an optimizer that Megatron loads."""
         return of_megatron(self.reader) and bool(self.reader.optimizer_specs)
+
+    @property
+    def lacks_schedule(self) -> bool:
+        """Whether the checkpoint has an optimizer without a schedule of learning rates, as one from another trainer
+        has. Megatron-LM then ends with a KeyError (`load_checkpoint`, megatron/training/checkpointing.py)."""
+        return self.has_optimizer and not self.scheduler
 
     @property
     def scheduler(self) -> Mapping[str, Any]:

@@ -25,6 +25,8 @@ def launch(source: LaunchSource) -> Launch:
         *(["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"] if source.lacks_extra_state else []),
     ]
     lines += [f"cfg.model.{name} = {size}" for name, size in source.sizes(_SIZES).items()]
+    if source.reader.model.mtp_num_layers and not source.model.mtp_num_layers:
+        lines.append("cfg.model.mtp_num_layers = None")  # a provider made from config.json would build them
     lines += [f"cfg.model.seq_length = {source.model.max_position_embeddings}"]
     if source.tokenizer:
         lines += [

@@ -80,6 +80,12 @@ def launch(source: LaunchSource) -> Launch:
         )
     elif source.reader.fp8:
         notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
+    if source.lacks_schedule:
+        notes.append(
+            "Megatron-LM loads an optimizer only with a schedule of learning rates, which this checkpoint lacks: "
+            f"continue from a step of `precisionctl resume {source.path} --precision bf16`, which adds one "
+            "(docs/deepspeed_to_megatron.md); or give --no-load-optim, and lose the optimizer"
+        )
     if source.lacks_extra_state:
         notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return Launch(

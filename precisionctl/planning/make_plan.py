@@ -117,6 +117,14 @@ def plan_weights(source: PlanSource) -> Plan:
     return make_plan(source, "hf" if isinstance(source.model, UntabledModel) else "megatron")
 
 
+def stored_model(source: PlanSource) -> ModelShape:
+    """The source's model as its tensors show it: without the multi-token prediction layers that its config.json claims
+    if none of their tensors is there."""
+    if not source.model.mtp_num_layers:
+        return source.model
+    return _with_mtp(source, table_of(source.model).spelled(_hf_specs(source), source.model))
+
+
 def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
     """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
     wrapper's towers."""

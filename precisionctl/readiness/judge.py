@@ -188,9 +188,8 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleF
     if _is_all_zero(measured):
         yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
-        yield RoleFinding(
-            "bf16", "not finite", SCALINGS, f"{sum(one.nonfinite for one in measured):,} elements are no finite numbers"
-        )
+        number = counted(sum(one.nonfinite for one in measured), "element is", "elements are")
+        yield RoleFinding("bf16", "not finite", SCALINGS, f"{number} NaN or infinite, in BF16 too")
     losses = {scaling: [one.losses[scaling] for one in measured] for scaling in SCALINGS}
     zeros = {scaling: max(loss.underflow for loss in each) for scaling, each in losses.items()}
     if beyond := {scaling: share for scaling, share in zeros.items() if share > UNDERFLOW.value}:

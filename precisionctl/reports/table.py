@@ -14,8 +14,8 @@ class Table:
 
     def is_numeric(self, column: int) -> bool:
         """True where every cell is a number, perhaps with a sign and a unit: those columns align right."""
-        cells = [row[column] for row in self.rows]
-        return bool(cells) and all(cell.lstrip("+-−")[:1].isdigit() for cell in cells if cell != "-")
+        cells = [row[column].lstrip("+-−") for row in self.rows if row[column] != "-"]
+        return bool(self.rows) and all(cell[:1].isdigit() or cell in ("inf", "nan") for cell in cells)
 
 
 def percent(ratio: float) -> str:

@@ -78,13 +78,13 @@ class Tokenizer:
     tokenizer, for one that takes too much time or memory, and for text that it refuses.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, one_core: bool = False) -> None:
+    def __init__(self, files: Mapping[str, bytes], *, path: Path | None = None, one_core: bool = False) -> None:
         """With `one_core` the process uses no more, for several of them beside one another."""
         require_package("transformers", "train", "text")
         self._files = {name: files[name] for name in sorted(files) if any(fnmatchcase(name, each) for each in _FILES)}
         self._process: Process | None = None
         self._known: _Known | None = None
-        self._one_core = one_core
+        self._one_core, self._path = one_core, path
 
     @property
     def key(self) -> str:
@@ -168,7 +168,7 @@ class Tokenizer:
             "config.json is; in a Megatron checkpoint that is precisionctl/hf. For `resume` a --reference will do."
         )
         if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
-            raise DataError("the checkpoint has no tokenizer", where=named, do=do)
+            raise DataError("the checkpoint has no tokenizer", where=self._path or named, do=do)
         if size > LARGEST:
             raise DataError(
                 f"the tokenizer's files have {size >> 20} MB, more than any known tokenizer", where=named, do=do
@@ -215,9 +215,10 @@ class _Query(NamedTuple):
 
 
 @contextmanager
-def open_tokenizer(companions: Companions, *, one_core: bool = False) -> Iterator[Tokenizer]:
-    """A context with a checkpoint's tokenizer, at whose end its process ends."""
-    tokenizer = Tokenizer(companions.files, one_core=one_core)
+def open_tokenizer(companions: Companions, path: Path | None = None, *, one_core: bool = False) -> Iterator[Tokenizer]:
+    """A context with the tokenizer of the checkpoint at `path`, which errors name, and at whose end its process
+    ends."""
+    tokenizer = Tokenizer(companions.files, path=path, one_core=one_core)
     try:
         yield tokenizer
     finally:

@@ -167,7 +167,8 @@ def read_data(plan: RunPlan, on_tokens: OnTokens, token_ranks: int) -> tuple[Row
         rows = read_rows(data, tokenizer, plan.source.model, plan.out / "tokens", on_tokens)
         return rows.shared_by(token_ranks)
 
-    with open_tokenizer(plan.source.companions) as tokenizer:  # once for both, as a large vocabulary takes a second
+    source = plan.source
+    with open_tokenizer(source.companions, source.path) as tokenizer:  # once, as a large vocabulary takes a second
         return read(plan.recipe.data), read(plan.held_out) if plan.held_out else None
 
 

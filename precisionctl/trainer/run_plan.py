@@ -163,7 +163,7 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
     """
     with together() as ranks:
         plan = plan_run(settings, read_recipe(settings), ranks.count, engine)
-        with open_tokenizer(plan.source.companions) as tokenizer:
+        with open_tokenizer(plan.source.companions, plan.source.path) as tokenizer:
             tokenizer.check()
             for data in filter(None, (plan.recipe.data, plan.held_out)):
                 for path in data.paths:

@@ -79,9 +79,14 @@ class SkippedSteps:
         self.running += 1
         if self.running > most:
             running = f", the last of {self.running} skipped steps in a row" if most else ""
-            raise PrecisionError(
-                f"step {step} has loss {loss} and gradient norm {norm}{running}",
-                do="These steps changed nothing. Lower optimizer.lr, or look at the newest checkpoint with "
+            do = (
+                "These steps changed nothing. Lower optimizer.lr, or look at the newest checkpoint with "
                 "`precisionctl inspect --fp8`; running again starts from it. train.max_skipped bounds how many there "
-                "may be.",
+                "may be."
             )
+            if self.running == step:  # the weights are still those of the beginning, whatever the rate
+                do = (
+                    "No step has changed anything yet. Are the weights finite? `precisionctl inspect --fp8` of the "
+                    "checkpoint that the run begins from names those that are not."
+                )
+            raise PrecisionError(f"step {step} has loss {loss} and gradient norm {norm}{running}", do=do)

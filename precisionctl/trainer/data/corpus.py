@@ -95,7 +95,8 @@ def make_corpus(
                 OutputError("another process is writing this result", where=partial, do="Wait for it, or stop it."),
             )
             try:
-                tokenizers = [stack.enter_context(open_tokenizer(companions, one_core=True)) for _ in range(workers)]
+                opened = (open_tokenizer(companions, tokenizer, one_core=True) for _ in range(workers))
+                tokenizers = [stack.enter_context(one) for one in opened]
                 code = 8 if tokenizers[0].size < _MOST_OF_16_BITS else 4
                 begun = Corpus(key_of(source.identity, tokenizers[0]), code)
                 made = _begin(partial, out, begun)

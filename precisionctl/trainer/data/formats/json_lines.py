@@ -20,7 +20,10 @@ def _records(path: Path) -> Iterator[Record]:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     do = "Each line is a JSON object of its own."
-                    raise DataError(f"not JSON: {error}", where=where, do=do) from None
+                    why = str(error)
+                    if isinstance(error, json.JSONDecodeError):  # whose own "line 1" is one within the line
+                        why = f"{error.msg}, in column {error.colno}"
+                    raise DataError(f"not JSON: {why}", where=where, do=do) from None
                 yield a_row(value, where)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text: {error}", where=f"{path}, after line {number}") from None

@@ -31,7 +31,8 @@ def _records(path: Path) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text: {error}", where=path) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=f"{path}, entry {number}") from None
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)  # its place is one in what was read
+        raise DataError(f"not JSON: {why}", where=f"{path}, entry {number}") from None
 
 
 class _Text:
