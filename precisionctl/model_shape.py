@@ -641,9 +641,6 @@ class UntabledModel(ModelShape):
     def described(self) -> dict[str, Any]:
         return {"architecture": self.architecture}
 
-    def has_delta_net(self, layer: int) -> bool:
-        return self.gdn is not None and self.gdn.layers[layer]
-
     def differences(self, other: ModelShape) -> dict[str, tuple[object, object]]:
         """None: the two config.json are compared key by key."""
         return {}
