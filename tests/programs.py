@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,10 @@ LATE = (
     *("precisionctl.mcore.train_in_core", "precisionctl.trainer.resume", "precisionctl.trainer.backends.emulated"),
 )
 """What runs and their programs import, at once or when they come to it, beside what registries look through."""
+
+
+SECONDS = 900
+"""A program that waits for ever is killed then: none takes three minutes on a slow machine."""
 
 
 def run_program(program: Path | str, *arguments: object, imports: tuple[str, ...] = ()) -> None:
@@ -90,6 +95,7 @@ def serve() -> None:
 def run(text: str, words: list[str], said: str) -> None:
     """A forked process becomes the program; it ends here."""
     code = 1
+    signal.alarm(SECONDS)
     with open(os.devnull, "r+b") as nothing, open(said, "wb") as file:
         for stream, number in ((nothing, 0), (nothing, 1), (file, 2)):
             os.dup2(stream.fileno(), number)
