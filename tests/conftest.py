@@ -1,5 +1,7 @@
-"""Fixtures of several files."""
+"""Fixtures of several files. They import what they need: the process that deals tests out to others needs none of it,
+and would import for eight seconds before those start."""
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -7,36 +9,40 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from tokenizing import shared_processes
-from training import make_place
 
-from precisionctl.cli import group
-from precisionctl.trainer import resume as trainer
-from precisionctl.trainer.backends import bf16_products
-from precisionctl.trainer.run import Run
+gc.disable()  # until all is imported and collected: that stays, and going through it took a quarter of the time
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tokenizers_stay() -> Iterator[None]:
-    with shared_processes():
+def forks_stay() -> Iterator[None]:
+    from programs import forked_programs
+    from tokenizing import shared_processes
+
+    with shared_processes(), forked_programs():
         yield
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source and texts for runs, which nothing changes."""
+    from training import make_place
+
     return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture
 def bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """BF16's products are computed as on a CPU that PyTorch has kernels for, also on one without."""
+    from precisionctl.trainer.backends import bf16_products
+
     monkeypatch.setattr(bf16_products, "cpu_has_bf16_kernels", lambda: True)
 
 
 @pytest.fixture(autouse=True)
 def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command has not foreseen fails a test, and is no error like others."""
+
+    from precisionctl.cli import group
 
     def fail(error: Exception) -> NoReturn:
         raise error
@@ -48,10 +54,12 @@ def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Steps in which the first layer gives out infinities."""
+    from precisionctl.trainer import resume as trainer
+
     steps: set[int] = set()
     before = trainer.train
 
-    def train(run: Run, *how: Any) -> Any:
+    def train(run: Any, *how: Any) -> Any:
         layer = run.model.get_submodule("decoder.layers.0")
         layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
         return before(run, *how)
@@ -65,3 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few tests first, which are the slow ones: at the end no process waits long for the other one's file."""
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: counts[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

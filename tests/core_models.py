@@ -1,13 +1,11 @@
 """Models that megatron-core saves and loads on CPUs, and what its ranks hold by our names."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from programs import MEGATRON, run_program
 from torch import Tensor
 
 PEER = Path(__file__).with_name("mcore_peer.py")
@@ -75,9 +73,7 @@ def peer(directory: Path, jobs: list[dict[str, Any]], **sizes: int) -> None:
     work = {"tensor_parallel": 1, "pipeline_parallel": 1, **sizes, "jobs": jobs}
     path = directory / f"jobs-{len(list(directory.glob('jobs-*.json')))}.json"
     path.write_text(json.dumps(work))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program(PEER, path, imports=MEGATRON)
 
 
 def whole(name: str, shards: list[Tensor]) -> Tensor:

@@ -1,22 +1,13 @@
-"""Ranks of a run, forked from one process that has imported torch already; and the start of that process."""
+"""Ranks of a run, forked from one process that has imported torch already."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-
-def run_program(name: str, out: Path) -> None:
-    """`python tests/NAME OUT`: ranks are forked from a process that has done nothing else."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name(name)
-    subprocess.run([sys.executable, program, out], check=True, env=environment, stdout=subprocess.DEVNULL)
 
 
 def fork(count: int, job: Callable[[int], object]) -> Iterator[tuple[int, object]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mcore_peer import build
+from mcore_peer import build, queue_without_imports
 
 from precisionctl.mcore.stand_ins import let_adam_of_pytorch_be_loaded, without_cuda
 
@@ -145,6 +145,7 @@ def main() -> None:
 
     out, args = Path(sys.argv[1]), argparse.Namespace(**json.loads(Path(sys.argv[2]).read_text()))
     args.params_dtype, args.bf16 = torch.bfloat16, True
+    queue_without_imports()
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     with without_cuda():

@@ -7,9 +7,7 @@ the model. A machine without a GPU needs the stand-ins of `without_cuda`.
 
 import argparse
 import copy
-import importlib
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -354,6 +352,7 @@ def ranks_of(work: dict[str, Any]) -> int:
 def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
+    queue_without_imports()
     tensor, pipeline, expert = work["tensor_parallel"], work["pipeline_parallel"], work.get("expert_parallel", 1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks_of(work))
     parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
@@ -376,11 +375,16 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
 
 
 def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
-    """Forked from this process, which has imported Megatron for all of them, unless an import has started threads."""
-    for name in ("dist_checkpointing", "distributed", "models.gpt.gpt_layer_specs", "optimizer.distrib_optimizer"):
-        importlib.import_module(f"megatron.core.{name}")
-    way = "fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn"
-    torch.multiprocessing.start_processes(run, arguments, nprocs=count, start_method=way)
+    """Forked from this process, which has imported Megatron for all of them."""
+    torch.multiprocessing.start_processes(run, arguments, nprocs=count, start_method="fork")
+
+
+def queue_without_imports() -> None:
+    """megatron-core spawns a process for the queue of what has been written, and that imports PyTorch, for seconds;
+    one that is forked need not."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = torch.multiprocessing.get_context("fork").Manager().Queue()
 
 
 if __name__ == "__main__":

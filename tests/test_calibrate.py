@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from calibrating import HISTORY, asked
 from click.testing import CliRunner
 from conversions import carry_out
+from programs import run_program
 from safetensors import safe_open
 from training import make_source, make_text, run, scales, settings
 
@@ -125,10 +124,8 @@ def test_a_calibration_killed_at_any_moment_ends_as_one_that_never_was(
         "before state",
         "after state",
     ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     out = tmp_path / "state.safetensors"
-    command = [sys.executable, "-c", KILLED, place, out, *moments]
-    subprocess.run([str(word) for word in command], check=True, env=environment)
+    run_program(KILLED, place, out, *moments)
     assert out.read_bytes() == (tmp_path / "state.safetensors.whole").read_bytes() == calibrated.out.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.safetensors", "state.safetensors.whole"]
 

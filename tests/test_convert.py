@@ -123,7 +123,7 @@ def test_a_bias_that_hugging_face_has_no_place_for_must_be_zero(tmp_path: Path) 
         file.seek(chunk.offset)
         file.write(b"\x01")
     with pytest.raises(ShapeMismatch, match=r"linear_fc1.bias` is not zero"):
-        run(tmp_path / "megatron", tmp_path / "back", "hf")
+        run(tmp_path / "megatron", tmp_path / "back", "hf", workers=2)
     assert not (tmp_path / "back").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_stored_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
     stored["lm_head.weight"][3, 3] += 1
     save_file(stored, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DamagedCheckpoint, match=r"`lm_head.weight` .* differs"):
-        run(tmp_path / "hf", tmp_path / "again", "megatron")
+        run(tmp_path / "hf", tmp_path / "again", "megatron", workers=2)
 
 
 def test_whatever_transformers_makes_a_tokenizer_of_travels_there_and_back(tmp_path: Path) -> None:

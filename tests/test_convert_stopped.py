@@ -157,7 +157,7 @@ def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(worker, "write_rows", killed)
         with pytest.raises(OutputError, match=r"exit code -9.*same command continues"):
-            run(tmp_path / "hf", tmp_path / "out", "megatron")
+            run(tmp_path / "hf", tmp_path / "out", "megatron", workers=2)
     assert not (tmp_path / "out").exists()
     run(tmp_path / "hf", tmp_path / "out", "megatron")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
@@ -180,7 +180,7 @@ def test_an_error_that_a_worker_cannot_tell_is_an_error_all_the_same(
 
     monkeypatch.setattr(worker, "write_rows", fails)
     with pytest.raises(RuntimeError, match="Unspeakable"):
-        run(tmp_path / "hf", tmp_path / "out", "megatron")
+        run(tmp_path / "hf", tmp_path / "out", "megatron", workers=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -240,7 +240,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
     with fails as patch:
         patch.setattr(worker, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(DiskProblem):
-            run(tmp_path / "hf", tmp_path / "out", "megatron")
+            run(tmp_path / "hf", tmp_path / "out", "megatron", workers=2)
     os.utime(tmp_path / "hf" / "model.safetensors")
     with pytest.raises(OutputError, match="--restart"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")

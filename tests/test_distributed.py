@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_program
 from in_memory import to_megatron
+from programs import run_program
 from torch import Tensor
 
 from precisionctl.checkpoints.base import read_tensor
@@ -29,7 +29,7 @@ models = pytest.mark.parametrize("model", ["source", "moe"])
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program("many_ranks.py", folder)
+    run_program(Path(__file__).with_name("many_ranks.py"), folder)
     return folder
 
 

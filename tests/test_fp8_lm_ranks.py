@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import run_program
+from programs import run_program
 from training import SMALL, contents
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -22,7 +22,7 @@ STEPS = SMALL["train.steps"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_program("fp8_lm_ranks.py", folder)
+    run_program(Path(__file__).with_name("fp8_lm_ranks.py"), folder)
     return folder
 
 

@@ -1,9 +1,6 @@
 """megatron-core as the judge of the `torch` format: what its ranks save is read bit for bit."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import MEGATRON, run_program
 from torch import Tensor
 
 from precisionctl.checkpoints.base import read_rows, read_tensor, write_rows
@@ -65,9 +63,7 @@ AGAIN: dict[str, Case] = {
 def peer(top: Path, jobs: list[dict[str, Any]]) -> None:
     path = top / "jobs.json"
     path.write_text(json.dumps(jobs))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program(PEER, path, imports=MEGATRON)
     Path(f"{path}.rendezvous").unlink(missing_ok=True)
 
 

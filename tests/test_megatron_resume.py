@@ -2,8 +2,6 @@
 what of a checkpoint may be left behind."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from core_models import SAVED_ARGS
 from mcore_legacy import local
 from mcore_optimizer import BATCH, SCHEDULES, WAYS
+from programs import MEGATRON, run_program
 from training import make_place, make_source, run, settings
 
 from precisionctl.checkpoints import dcp
@@ -41,7 +40,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("megatron"))
     (folder / "args.json").write_text(json.dumps(SAVED_ARGS))
     program = Path(__file__).with_name("mcore_optimizer.py")
-    subprocess.run([sys.executable, program, folder, folder / "args.json"], check=True)
+    run_program(program, folder, folder / "args.json", imports=MEGATRON)
     for way in WAYS:
         words = folder / way / "iter_0000005/precisionctl/hf"
         words.mkdir(parents=True)

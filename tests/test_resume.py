@@ -4,8 +4,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pico import save as save_pico
+from programs import run_program
 from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
@@ -106,8 +105,7 @@ def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_pa
     out = tmp_path / "run"
     where = [place / "source", place / "text.txt", place / "held_out.txt", out, precision]
     moments = MEANWHILE if "async" in precision else MOMENTS
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", KILLED, *map(str, where), *moments], check=True, env=environment)
+    run_program(KILLED, *where, *moments)
     whole = tmp_path / "run-whole"
     assert [row[0] for row in losses(whole)] == [("step", step) for step in range(1, 7)]
     assert losses(out) == losses(whole)

@@ -1,11 +1,12 @@
 """Layers that ranks share, or have rows of data for, held against one process: by 2 and 4 ranks, once."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from forked import run_program
+from programs import run_program
 from shared_layers import CASES, SIZES, source_of
 
 from precisionctl.errors import RecipeError
@@ -20,7 +21,7 @@ Told = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     file = tmp_path_factory.mktemp("shared") / "told.json"
-    run_program("shared_layers.py", file)
+    run_program(Path(__file__).with_name("shared_layers.py"), file)
     found: Told = json.loads(file.read_text())
     return found
 
