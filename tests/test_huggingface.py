@@ -230,18 +230,44 @@ def test_damage_is_one_error(tmp_path: Path, name: str) -> None:
         HuggingFaceReader(tmp_path)
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "an activation": {"hidden_act": "gelu"},
-    "a scaling of no known kind": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 4.0}},
-    "half of the channels rotated": {"partial_rotary_factor": 0.5},
+ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "an activation": ("llama-3", {"hidden_act": "gelu"}),
+    "a scaling of no known kind": (
+        "llama-3",
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "half of the channels rotated": ("llama-3", {"partial_rotary_factor": 0.5}),
+    "half of the channels, whatever the kind of layer": ("gemma3", {"partial_rotary_factor": 0.5}),
+    "some of the channels in one kind of layer": (
+        "gemma4",
+        {"rope_parameters": {"full_attention": ROTATED, "sliding_attention": {"rope_theta": 10000.0}}},
+    ),
+    "some of the channels in a window": (
+        "gemma4",
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}, "sliding_attention": ROTATED}},
+    ),
+    "no causal mask": ("llama-3", {"is_causal": False}),
+    "no causal mask, as null": ("gemma4", {"is_causal": None}),
+    **{
+        f"windows that {family} does not choose by a list": (family, {"layer_types": ["full_attention"] * 2, **changes})
+        for family, changes in {
+            "mixtral": {},
+            "phi3-long": {},
+            "starcoder2": {},
+            "ministral3": {"sliding_window": 8},
+            "qwen3-moe": {"use_sliding_window": True, "sliding_window": 8},
+        }.items()
+    },
 }
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: str) -> None:
-    pico.save(tmp_path)
-    edit_config(tmp_path, **UNSUPPORTED[name])
-    with pytest.raises(UnknownArchitecture, match="no llama known here|rotary scaling of type"):
+    family, changes = UNSUPPORTED[name]
+    pico.save(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UnknownArchitecture, match="known here has|rotary scaling of type|is_causal is"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 

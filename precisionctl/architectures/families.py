@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from precisionctl import architectures
-from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.config_keys import CAUSAL, Config
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
@@ -110,7 +110,7 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     fields: dict[str, Any] = {"architecture": model_type}
     try:
         with at(where):
-            for entry in architecture_of(model_type).config:
+            for entry in (CAUSAL, *architecture_of(model_type).config):
                 fields.update(entry.read(config, where))
             return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be

@@ -61,11 +61,8 @@ def rope(
         config = config if original is None else {_ORIGINAL: original} | dict(config)
         parameters = rotary_parameters(config, where, base) or scaling or {}
         fields = {**read_rope(config, where, parameters, base, percent)}
-        if not partial and fields["rotary_percent"] != 1:
-            raise UnknownArchitecture(
-                f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
-                where=where,
-            )
+        if not partial:
+            _check_whole(fields, config, where)
         if query_scaling and (beta := parameters.get(_QUERY_SCALING)) is not None:
             if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
                 raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
@@ -98,6 +95,7 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
         if not _LAYERS & parameters.keys():
             local = config.get("rope_local_base_freq", local_base)
             fields = read_rope(config, where, parameters, base, 1.0)
+            _check_whole(fields, config, where)
             return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
         by_kind = [parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
         if not all(isinstance(each, dict) for each in by_kind):
@@ -107,6 +105,8 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
             read_rope(beside, where, each, default, 1.0)
             for each, default in zip(by_kind, (base, local_base), strict=True)
         )
+        for fields in (everywhere, in_window):
+            _check_whole(fields, config, where)
         if in_window["rope_scaling"]:
             raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
         return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
@@ -120,6 +120,15 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
         return config | ({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {})
 
     return Rule((*KEYS, "rope_local_base_freq"), read, write)
+
+
+def _check_whole(fields: Fields, config: Config, where: object) -> None:
+    """Raise UnknownArchitecture where a part of a head turns: classes of these families do not heed that it should."""
+    if fields["rotary_percent"] != 1:
+        raise UnknownArchitecture(
+            f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
+            where=where,
+        )
 
 
 def rotary_parameters(config: Config, where: object, base: float) -> Mapping[str, Any]:
