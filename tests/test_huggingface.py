@@ -271,6 +271,29 @@ def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: 
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "word", "value"),
+    [
+        ("gpt2", "n_head", "num_attention_heads", 2),
+        ("gpt-j", "n_layer", "num_hidden_layers", 1),
+        ("ernie4-5-moe", "moe_k", "num_experts_per_tok", 2),
+    ],
+)
+def test_another_word_for_a_key_must_not_say_otherwise(
+    tmp_path: Path, family: str, key: str, word: str, value: int
+) -> None:
+    """transformers goes by the word, if it stands below the key."""
+    config = pico.save(tmp_path, family).config.to_dict()
+    edit_config(tmp_path, **{word: config[key]})
+    before = HuggingFaceReader(tmp_path).model
+    edit_config(tmp_path, **{word: value})
+    assert getattr(AutoConfig.from_pretrained(tmp_path), key) == value
+    with pytest.raises(DamagedCheckpoint, match=f"{word} is {value} and {key}, which is the same, {config[key]}"):
+        HuggingFaceReader(tmp_path)
+    edit_config(tmp_path, **{word: config[key]})
+    assert HuggingFaceReader(tmp_path).model == before
+
+
 @pytest.mark.parametrize("listed", [["full_attention"], ["full_attention", "linear_attention"]])
 def test_a_list_of_layers_has_a_known_kind_for_each_where_no_window_is_said_too(tmp_path: Path, listed: Any) -> None:
     pico.save(tmp_path, "qwen3", num_hidden_layers=2)

@@ -120,6 +120,28 @@ class Only:
         return {self.key: self.value}
 
 
+@dataclass(frozen=True)
+class Synonyms:
+    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): it goes by
+    what stands last in the file, so a file that has both must have one value."""
+
+    words: Mapping[str, str]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.words)
+
+    def read(self, config: Config, where: object) -> Fields:
+        for word, key in self.words.items():
+            if word in config and config[word] != config.get(key):
+                what = f"{word} is {shown(config[word])} and {key}, which is the same, {shown(config.get(key))}"
+                raise DamagedCheckpoint(what, where=where, do=f"Say {key} alone.")
+        return {}
+
+    def write(self, model: ModelShape) -> Config:
+        return {}
+
+
 def size(config: Config, key: str, where: object, largest: int | None = None) -> int:
     """A size that other fields are computed from."""
     value = config.get(key)
