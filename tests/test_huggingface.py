@@ -13,8 +13,9 @@ import pytest
 import torch
 from conversions import run
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
@@ -319,6 +320,42 @@ def test_rotary_parameters_may_be_said_twice(tmp_path: Path, kind: str) -> None:
     model = HuggingFaceReader(tmp_path).model
     assert (model.rotary_base, model.rope_scaling) == (20000.0, {"rope_type": "linear", "factor": 4.0})
     assert scaling.items() <= AutoConfig.from_pretrained(tmp_path).rope_parameters.items()
+
+
+STRETCHED = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dropped"),
+    [
+        ("gpt-oss", {"rope_parameters": {}}, ()),
+        ("smollm3-window", {"use_sliding_window": False}, ()),
+        ("smollm3-window", {"use_sliding_window": False}, ("layer_types",)),
+        ("olmo3", {"original_max_position_embeddings": 8}, ()),
+        (
+            "gemma3",
+            {"original_max_position_embeddings": 8, "rope_scaling": STRETCHED, "rope_theta": 1e4},
+            ("rope_parameters",),
+        ),
+    ],
+)
+def test_transformers_computes_what_a_config_is_read_as(
+    tmp_path: Path, family: str, changes: dict[str, Any], dropped: tuple[str, ...]
+) -> None:
+    """No rotary parameters are not those that are absent, and where kinds of layers have some of their own, an original
+    context beside them is nobody's; a list of layers with a window outdoes a switch."""
+    theirs = pico.save(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in dropped}))
+    model = HuggingFaceReader(tmp_path).model
+    told = to_hf_config(model, "float32") | pico.NO_TOKENS
+    ours = pico.as_its_config_says(type(theirs)(type(theirs.config)(**told)).eval())
+    ours.load_state_dict(theirs.state_dict())
+    read = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    tokens = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, read(tokens).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])

@@ -121,6 +121,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
     than wrappers change."""
     wrapper, text = wrapper_of(config), text_config(config, where)
+    CAUSAL.read(config, where)
     family = supported().get(text["model_type"])
     if family is None or not can_be_wrapped(family, wrapper):
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"
