@@ -239,6 +239,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "half of the channels rotated": ("llama-3", {"partial_rotary_factor": 0.5}),
+    "half of the channels beside another base": ("hunyuan", {"partial_rotary_factor": 0.5}),
     "half of the channels, whatever the kind of layer": ("gemma3", {"partial_rotary_factor": 0.5}),
     "some of the channels in one kind of layer": (
         "gemma4",
@@ -248,6 +249,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4",
         {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}, "sliding_attention": ROTATED}},
     ),
+    "groups of experts by their probabilities": ("mistral4", {"n_group": 2}),
     "no causal mask": ("llama-3", {"is_causal": False}),
     "no causal mask, as null": ("gemma4", {"is_causal": None}),
     **{
@@ -295,6 +297,14 @@ def test_another_word_for_a_key_must_not_say_otherwise(
     assert HuggingFaceReader(tmp_path).model == before
 
 
+def test_no_group_of_one_is_chosen_from_none(tmp_path: Path) -> None:
+    """transformers chooses the first experts then, whatever their scores."""
+    pico.save(tmp_path, "glm4-moe-lite")
+    edit_config(tmp_path, n_group=1, topk_group=0)
+    with pytest.raises(DamagedCheckpoint, match="topk_group is 0, of one group"):
+        HuggingFaceReader(tmp_path)
+
+
 @pytest.mark.parametrize("listed", [["full_attention"], ["full_attention", "linear_attention"]])
 def test_a_list_of_layers_has_a_known_kind_for_each_where_no_window_is_said_too(tmp_path: Path, listed: Any) -> None:
     pico.save(tmp_path, "qwen3", num_hidden_layers=2)
@@ -329,6 +339,7 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0}
     ("family", "changes", "dropped"),
     [
         ("gpt-oss", {"rope_parameters": {}}, ()),
+        ("apertus", {"rope_parameters": {}}, ()),
         ("smollm3-window", {"use_sliding_window": False}, ()),
         ("smollm3-window", {"use_sliding_window": False}, ("layer_types",)),
         ("olmo3", {"original_max_position_embeddings": 8}, ()),
