@@ -289,6 +289,29 @@ def test_a_destination_in_a_file_is_a_wrong_path(tmp_path):
     assert found.exit_code == 1 and "Is the path right" in found.stderr and "--debug" not in found.stderr
 
 
+@pytest.mark.parametrize("destination", [".", "", "sub/.."])
+def test_a_destination_without_a_name_of_its_own_is_there_already(tmp_path, monkeypatch, destination):
+    (tmp_path / "sub").mkdir()
+    pico.save(tmp_path / "hf")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    found = run("convert", tmp_path / "hf", destination, "--to", "megatron")
+    assert found.exit_code == 1 and "error[DestinationExists]" in found.stderr
+    (tmp_path / "text.txt").write_text("text")
+    found = run("tokenize", tmp_path / "text.txt", destination, "--tokenizer", tmp_path / "hf")
+    assert found.exit_code == 1 and "error[DestinationExists]" in found.stderr
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify", "{0}/hf"), ("convert", "--to", "megatron", "{0}/out")])
+def test_a_pipe_in_place_of_a_checkpoint_is_not_waited_for(tmp_path, monkeypatch, command):
+    pico.save(tmp_path / "hf")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("precisionctl.fp8.sidecar.safe_open", lambda *_, **__: pytest.fail("it would wait for ever"))
+    name, *others = (word.format(tmp_path) for word in command)
+    found = run(name, tmp_path / "pipe", *others)
+    assert found.exit_code == 1 and "error[UnknownFormat]" in found.stderr
+
+
 def test_tokenize_without_a_tokenizer_leaves_nothing(tmp_path):
     pico.save(tmp_path / "hf")
     (tmp_path / "text.txt").write_text("text")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +268,12 @@ def test_a_journal_is_not_believed_beside_another_partial_directory(
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 
 
-def test_a_file_that_was_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lose", [Path.unlink, lambda file: os.truncate(file, file.stat().st_size // 2)])
+def test_a_file_that_was_lost_or_cut_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], None]
+) -> None:
     stopped(tmp_path, monkeypatch)
-    (tmp_path / "out.partial" / "release" / "__0_0.distcp").unlink()
+    lose(tmp_path / "out.partial" / "release" / "__0_0.distcp")
     run(tmp_path / "hf", tmp_path / "out", "megatron")
     run(tmp_path / "out", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")

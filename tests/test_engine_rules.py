@@ -440,6 +440,24 @@ def test_patterns_that_would_take_for_ever_or_are_none_are_findings():
     assert "cannot be read" in finding.what
 
 
+def test_patterns_none_of_which_takes_long_do_not_take_long_together():
+    """Each of these matches takes a tenth of a second, and there are 4,000."""
+    slow = ct("dynamic").saying(ignore=[f"re:(a|aa)+{number}$" for number in range(40)])
+    for number in range(100):
+        slow.having(f"{'a' * 28}.x{number}.weight", (256, 256), CODES)
+        slow.having(f"{'a' * 28}.x{number}.weight_scale", (256, 1))
+    began = time.thread_time()
+    (finding,) = slow.check("vllm")
+    assert "takes too long" in finding.what and time.thread_time() - began < 8
+
+
+def test_many_patterns_are_matched_with_many_names():
+    many = ct("dynamic").saying(ignore=[f"re:model.*{number}.nothing$" for number in range(50)])
+    for number in range(1000):
+        many.having(f"model.x{number}.weight", (256, 256), CODES).having(f"model.x{number}.weight_scale", (256, 1))
+    assert not any("takes too long" in finding.what for finding in many.check("vllm"))
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

@@ -13,8 +13,9 @@ import pytest
 import torch
 from conversions import run
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
@@ -230,19 +231,78 @@ def test_damage_is_one_error(tmp_path: Path, name: str) -> None:
         HuggingFaceReader(tmp_path)
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "an activation": {"hidden_act": "gelu"},
-    "a scaling of no known kind": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 4.0}},
-    "half of the channels rotated": {"partial_rotary_factor": 0.5},
+ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "an activation": ("llama-3", {"hidden_act": "gelu"}),
+    "a scaling of no known kind": (
+        "llama-3",
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "half of the channels rotated": ("llama-3", {"partial_rotary_factor": 0.5}),
+    "half of the channels beside another base": ("hunyuan", {"partial_rotary_factor": 0.5}),
+    "half of the channels, whatever the kind of layer": ("gemma3", {"partial_rotary_factor": 0.5}),
+    "some of the channels in one kind of layer": (
+        "gemma4",
+        {"rope_parameters": {"full_attention": ROTATED, "sliding_attention": {"rope_theta": 10000.0}}},
+    ),
+    "some of the channels in a window": (
+        "gemma4",
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}, "sliding_attention": ROTATED}},
+    ),
+    "groups of experts by their probabilities": ("mistral4", {"n_group": 2}),
+    "no causal mask": ("llama-3", {"is_causal": False}),
+    "no causal mask, as null": ("gemma4", {"is_causal": None}),
+    **{
+        f"windows that {family} does not choose by a list": (family, {"layer_types": ["full_attention"] * 2, **changes})
+        for family, changes in {
+            "mixtral": {},
+            "phi3-long": {},
+            "starcoder2": {},
+            "ministral3": {"sliding_window": 8},
+            "qwen3-moe": {"use_sliding_window": True, "sliding_window": 8},
+        }.items()
+    },
 }
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: str) -> None:
-    pico.save(tmp_path)
-    edit_config(tmp_path, **UNSUPPORTED[name])
-    with pytest.raises(UnknownArchitecture, match="no llama known here|rotary scaling of type"):
+    family, changes = UNSUPPORTED[name]
+    pico.save(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UnknownArchitecture, match="known here has|rotary scaling of type|is_causal is"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "word", "value"),
+    [
+        ("gpt2", "n_head", "num_attention_heads", 2),
+        ("gpt-j", "n_layer", "num_hidden_layers", 1),
+        ("ernie4-5-moe", "moe_k", "num_experts_per_tok", 2),
+    ],
+)
+def test_another_word_for_a_key_must_not_say_otherwise(
+    tmp_path: Path, family: str, key: str, word: str, value: int
+) -> None:
+    """transformers goes by the word, if it stands below the key."""
+    config = pico.save(tmp_path, family).config.to_dict()
+    edit_config(tmp_path, **{word: config[key]})
+    before = HuggingFaceReader(tmp_path).model
+    edit_config(tmp_path, **{word: value})
+    assert getattr(AutoConfig.from_pretrained(tmp_path), key) == value
+    with pytest.raises(DamagedCheckpoint, match=f"{word} is {value} and {key}, which is the same, {config[key]}"):
+        HuggingFaceReader(tmp_path)
+    edit_config(tmp_path, **{word: config[key]})
+    assert HuggingFaceReader(tmp_path).model == before
+
+
+def test_no_group_of_one_is_chosen_from_none(tmp_path: Path) -> None:
+    """transformers chooses the first experts then, whatever their scores."""
+    pico.save(tmp_path, "glm4-moe-lite")
+    edit_config(tmp_path, n_group=1, topk_group=0)
+    with pytest.raises(DamagedCheckpoint, match="topk_group is 0, of one group"):
+        HuggingFaceReader(tmp_path)
 
 
 @pytest.mark.parametrize("listed", [["full_attention"], ["full_attention", "linear_attention"]])
@@ -270,6 +330,43 @@ def test_rotary_parameters_may_be_said_twice(tmp_path: Path, kind: str) -> None:
     model = HuggingFaceReader(tmp_path).model
     assert (model.rotary_base, model.rope_scaling) == (20000.0, {"rope_type": "linear", "factor": 4.0})
     assert scaling.items() <= AutoConfig.from_pretrained(tmp_path).rope_parameters.items()
+
+
+STRETCHED = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dropped"),
+    [
+        ("gpt-oss", {"rope_parameters": {}}, ()),
+        ("apertus", {"rope_parameters": {}}, ()),
+        ("smollm3-window", {"use_sliding_window": False}, ()),
+        ("smollm3-window", {"use_sliding_window": False}, ("layer_types",)),
+        ("olmo3", {"original_max_position_embeddings": 8}, ()),
+        (
+            "gemma3",
+            {"original_max_position_embeddings": 8, "rope_scaling": STRETCHED, "rope_theta": 1e4},
+            ("rope_parameters",),
+        ),
+    ],
+)
+def test_transformers_computes_what_a_config_is_read_as(
+    tmp_path: Path, family: str, changes: dict[str, Any], dropped: tuple[str, ...]
+) -> None:
+    """No rotary parameters are not those that are absent, and where kinds of layers have some of their own, an original
+    context beside them is nobody's; a list of layers with a window outdoes a switch."""
+    theirs = pico.save(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in dropped}))
+    model = HuggingFaceReader(tmp_path).model
+    told = to_hf_config(model, "float32") | pico.NO_TOKENS
+    ours = pico.as_its_config_says(type(theirs)(type(theirs.config)(**told)).eval())
+    ours.load_state_dict(theirs.state_dict())
+    read = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    tokens = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, read(tokens).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])

@@ -59,6 +59,32 @@ def computes_the_same_of_text(theirs: PreTrainedModel, directory: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("mistral3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("gemma3", {"final_logit_softcapping": 0.5}),
+    ],
+)
+def test_what_the_wrapper_does_not_heed_of_the_text_models_config_is_not_computed(
+    kind: str, text: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny_wrappers.save(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    computes_the_same_of_text(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("place", ["wrapper", "text"])
+def test_a_text_model_without_a_causal_mask_has_no_table(place: str, tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path, "mistral3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (config if place == "wrapper" else config["text_config"])["is_causal"] = False
+    with pytest.raises(UnknownArchitecture, match="is_causal is False"):
+        from_hf_config(config)
+
+
 @pytest.mark.parametrize("kind", these_and_in_soak_others("mistral3", "qwen2_vl", "qwen3_vl_moe", "kimi_k25"))
 def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     check_there_and_back(kind, tmp_path)

@@ -120,6 +120,28 @@ class Only:
         return {self.key: self.value}
 
 
+@dataclass(frozen=True)
+class Synonyms:
+    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): it goes by
+    what stands last in the file, so a file that has both must have one value."""
+
+    words: Mapping[str, str]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.words)
+
+    def read(self, config: Config, where: object) -> Fields:
+        for word, key in self.words.items():
+            if word in config and config[word] != config.get(key):
+                what = f"{word} is {shown(config[word])} and {key}, which is the same, {shown(config.get(key))}"
+                raise DamagedCheckpoint(what, where=where, do=f"Say {key} alone.")
+        return {}
+
+    def write(self, model: ModelShape) -> Config:
+        return {}
+
+
 def size(config: Config, key: str, where: object, largest: int | None = None) -> int:
     """A size that other fields are computed from."""
     value = config.get(key)
@@ -217,18 +239,34 @@ GELU_TANH: Mapping[str, Activation] = dict.fromkeys(("gelu_pytorch_tanh", "gelu_
 SILU = Only("hidden_act", "silu", "activation", "silu")
 
 
+def _read_causal(config: Config, where: object) -> Fields:
+    if not config.get("is_causal", True):  # null too: any class of transformers takes it for false
+        what = f"is_causal is {shown(config['is_causal'])}: attention to what follows, as in models of embeddings"
+        raise UnknownArchitecture(what, where=where, do="Tables here are of models that see what stands before alone.")
+    return {}
+
+
+CAUSAL = Rule(("is_causal",), _read_causal)
+"""What transformers' masks heed in the config.json of every family."""
+
+
 def tied(default: bool) -> Key:
     """Whether the output layer is the embedding; `default` where the key is absent."""
     return Key("tied_embeddings", "tie_word_embeddings", default)
 
 
 def sliding_window(
-    local: Callable[[Config, int], list[bool]], switch: str = "", absent: int | None = None, also: tuple[str, ...] = ()
+    local: Callable[[Config, int], list[bool]],
+    switch: str = "",
+    absent: int | None = None,
+    also: tuple[str, ...] = (),
+    listed: bool = True,
 ) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
     `local` says for each of so many layers whether it is, by keys that are `also` looked at. `switch` names a key
-    without which there is no window; `absent` is the window of a family's class where none is said.
+    without which there is no window; `absent` is the window of a family's class where none is said. A class that does
+    not heed `layer_types` is not `listed`: a list that says otherwise is refused.
     """
 
     def read(config: Config, where: object) -> Fields:
@@ -237,6 +275,9 @@ def sliding_window(
         if window is None or (switch and not config.get(switch)):
             return {}
         windows = layers_in_window(config, where, local)
+        if not listed and windows != local(config, len(windows)):
+            what = f"no {config.get('model_type')} known here has a window in the layers that layer_types lists alone"
+            raise UnknownArchitecture(what, where=where, do="transformers has it in every layer.")
         if not any(windows):
             return {}
         return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}

@@ -117,6 +117,8 @@ def groups(number: int, best: int) -> Rule:
     def read(config: Config, where: object) -> Fields:
         found = config.get("n_group", number)
         if found in (None, 1):
+            if found and config.get("topk_group") not in (None, 1):
+                raise DamagedCheckpoint(f"topk_group is {shown(config['topk_group'])}, of one group", where=where)
             return {}
         return {"moe.num_groups": found, "moe.group_topk": config.get("topk_group", best), "moe.group_scores": 2}
 

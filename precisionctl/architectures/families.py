@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from precisionctl import architectures
-from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.config_keys import CAUSAL, Config
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
@@ -110,7 +110,7 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     fields: dict[str, Any] = {"architecture": model_type}
     try:
         with at(where):
-            for entry in architecture_of(model_type).config:
+            for entry in (CAUSAL, *architecture_of(model_type).config):
                 fields.update(entry.read(config, where))
             return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
@@ -121,6 +121,7 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
     than wrappers change."""
     wrapper, text = wrapper_of(config), text_config(config, where)
+    CAUSAL.read(config, where)
     family = supported().get(text["model_type"])
     if family is None or not can_be_wrapped(family, wrapper):
         what = f"no table for a `{wrapper.model_type}` around a `{text['model_type']:.60}`"

@@ -13,6 +13,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    Synonyms,
     activation,
     layers,
     size,
@@ -141,6 +142,14 @@ def _write_sizes(model: ModelShape) -> Config:
 SIZES = (
     Rule(("n_layer", "n_embd", "n_head", "n_inner"), _read_sizes, _write_sizes),
     Key("max_position_embeddings", "n_positions"),
+    Synonyms(
+        {
+            "num_hidden_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        }
+    ),
     VOCABULARY,
     activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),
     Always("gated_linear_unit", False),

@@ -18,7 +18,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, renamed
-from precisionctl.architectures.rope import read_rope, rope, rotary_parameters
+from precisionctl.architectures.rope import rope, rotary_parameters
 from precisionctl.model_shape import real
 
 _ROPE = rope()
@@ -29,8 +29,8 @@ def _read_rope(config: Config, where: object) -> Fields:
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind != "dynamic" or not parameters.get("alpha"):
         return _ROPE.read(config, where)
-    unscaled = {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
-    fields = read_rope(config, where, unscaled, 10000.0, 1.0)
+    unscaled = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    fields = _ROPE.read({**config, "rope_parameters": unscaled, "rope_scaling": None}, where)
     head, alpha = size(config, "head_dim", where), real(parameters["alpha"], "alpha", where)
     return {**fields, "rotary_base": fields["rotary_base"] * alpha ** (head / (head - 2))}
 

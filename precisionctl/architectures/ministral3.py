@@ -30,7 +30,7 @@ ARCHITECTURE = Architecture(
         SILU,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(scaling=YARN, query_scaling=True),
-        sliding_window(everywhere),
+        sliding_window(everywhere, listed=False),
         tied(False),
     ),
     aliases=(TIED,),

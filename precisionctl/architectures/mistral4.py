@@ -5,7 +5,7 @@ parameters has YaRN; its class saves the experts of a layer in one tensor. It is
 """
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, size, tied
-from precisionctl.architectures.deepseek_keys import EXPERTS, LATENT_ATTENTION, groups
+from precisionctl.architectures.deepseek_keys import EXPERTS, LATENT_ATTENTION
 from precisionctl.architectures.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.ministral3 import YARN
@@ -45,7 +45,8 @@ ARCHITECTURE = Architecture(
         *LATENT_ATTENTION,
         *EXPERTS,
         Only("norm_topk_prob", True),
-        groups(1, 1),
+        Only("n_group", 1),  # more would be worth their probabilities, not their logits
+        Only("topk_group", 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("rope_interleave", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),

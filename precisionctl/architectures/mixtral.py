@@ -63,7 +63,7 @@ ARCHITECTURE = Architecture(
         EXPERTS_EVERYWHERE,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1e6),
-        sliding_window(everywhere),
+        sliding_window(everywhere, listed=False),
         tied(False),
     ),
     aliases=(TIED,),

@@ -57,7 +57,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(partial=True, original=4096),
         Rule((), lambda config, where: {}, _write_original),
-        sliding_window(everywhere),
+        sliding_window(everywhere, listed=False),
         tied(False),
     ),
     aliases=(TIED,),

@@ -54,7 +54,7 @@ ARCHITECTURE = Architecture(
     config=(
         *COMMON,
         *EXPERT_KEYS,
-        sliding_window(everywhere, switch="use_sliding_window", absent=4096),
+        sliding_window(everywhere, switch="use_sliding_window", absent=4096, listed=False),
     ),
     aliases=(TIED,),
     derived=ROTARY,

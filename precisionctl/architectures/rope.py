@@ -59,13 +59,10 @@ def rope(
 
     def read(config: Config, where: object) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        parameters = rotary_parameters(config, where, base) or scaling or {}
+        parameters = rotary_parameters(config, where, base, scaling)
         fields = {**read_rope(config, where, parameters, base, percent)}
-        if not partial and fields["rotary_percent"] != 1:
-            raise UnknownArchitecture(
-                f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
-                where=where,
-            )
+        if not partial:
+            _check_whole(fields, config, where)
         if query_scaling and (beta := parameters.get(_QUERY_SCALING)) is not None:
             if not (fields["rope_scaling"] or {}).get(_ORIGINAL):
                 raise DamagedCheckpoint(f"{_QUERY_SCALING} without `{_ORIGINAL}`", where=where)
@@ -94,10 +91,13 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
     that it does not have takes the parameters `absent` where there are none."""
 
     def read(config: Config, where: object) -> Fields:
-        parameters = rotary_parameters(config, where, base) or absent or {}
+        # transformers looks for the original context in the parameters of a kind alone
+        config = {key: value for key, value in config.items() if key != _ORIGINAL}
+        parameters = rotary_parameters(config, where, base, absent)
         if not _LAYERS & parameters.keys():
             local = config.get("rope_local_base_freq", local_base)
             fields = read_rope(config, where, parameters, base, 1.0)
+            _check_whole(fields, config, where)
             return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
         by_kind = [parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
         if not all(isinstance(each, dict) for each in by_kind):
@@ -107,6 +107,8 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
             read_rope(beside, where, each, default, 1.0)
             for each, default in zip(by_kind, (base, local_base), strict=True)
         )
+        for fields in (everywhere, in_window):
+            _check_whole(fields, config, where)
         if in_window["rope_scaling"]:
             raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
         return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
@@ -122,9 +124,21 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
     return Rule((*KEYS, "rope_local_base_freq"), read, write)
 
 
-def rotary_parameters(config: Config, where: object, base: float) -> Mapping[str, Any]:
+def _check_whole(fields: Fields, config: Config, where: object) -> None:
+    """Raise UnknownArchitecture where a part of a head turns: classes of these families do not heed that it should."""
+    if fields["rotary_percent"] != 1:
+        raise UnknownArchitecture(
+            f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
+            where=where,
+        )
+
+
+def rotary_parameters(
+    config: Config, where: object, base: float, absent: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """What config.json says of rotary embeddings, under either of its keys; or under both, where they agree. Raises
-    DamagedCheckpoint where they do not. `base` is the rotary base that the family's class takes where none is said."""
+    DamagedCheckpoint where they do not. `base` is the rotary base that the family's class takes where none is said,
+    `absent` what it takes where no parameters are: `{}` are some, and scale nothing."""
     both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
     for parameters in both:
         if not isinstance(parameters, Mapping):
@@ -138,7 +152,8 @@ def rotary_parameters(config: Config, where: object, base: float) -> Mapping[str
         what = f"`rope_parameters` {shown(both[0])} and `rope_scaling` {shown(both[1])} are not the same"
         do = "Keep the one that is meant, with `rope_theta` in it: transformers 5 goes by `rope_scaling` alone."
         raise DamagedCheckpoint(what, where=where, do=do)
-    return both[0] if both else {}
+    taken = absent if config.get("rope_parameters") is None else None
+    return (both[0] if both else taken) or {}
 
 
 def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:

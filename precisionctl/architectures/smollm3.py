@@ -1,6 +1,7 @@
 """SmolLM3: Llama without rotary embeddings in every fourth layer.
 
-Trap: `no_rope_layers` has a 1 for each layer that has them.
+Traps: `no_rope_layers` has a 1 for each layer that has them; `use_sliding_window` counts only where no `layer_types`
+say which layers have the window.
 """
 
 from precisionctl.architectures.config_keys import (
@@ -45,8 +46,15 @@ def _write_rope_layers(model: ModelShape) -> Config:
     return {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]}
 
 
+_SWITCH = "use_sliding_window"
+
+
 def _without_rope(config: Config, layers: int) -> list[bool]:
-    return [not each for each in with_rope(config, "config.json")]
+    return [bool(config.get(_SWITCH)) and not each for each in with_rope(config, "config.json")]
+
+
+def _write_switch(model: ModelShape) -> Config:
+    return {} if model.sliding_window is None else {_SWITCH: True}
 
 
 _ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
@@ -65,7 +73,8 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(2000000.0),
         ROPE_LAYERS,
-        sliding_window(_without_rope, switch="use_sliding_window", also=_ROPE_KEYS),
+        sliding_window(_without_rope, also=_ROPE_KEYS),
+        Rule((_SWITCH,), lambda config, where: {}, _write_switch),
         tied(True),
     ),
     aliases=(TIED,),

@@ -51,7 +51,7 @@ ARCHITECTURE = Architecture(
         Always("normalization", "LayerNorm"),
         Key("norm_epsilon", "norm_epsilon", 1e-5),
         rope(),
-        sliding_window(everywhere),
+        sliding_window(everywhere, listed=False),
         tied(True),
     ),
     aliases=(TIED,),

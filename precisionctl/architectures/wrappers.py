@@ -105,9 +105,13 @@ def _sizes(
 _NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 TEXT_MODELS: Mapping[str, TextModel] = {
     "llama": TextModel("llama", _sizes(32000, 4096, 11008, 32, 32, 32, 2048)),
-    "mistral": TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 8, 131072)),
+    "mistral": TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 8, 131072), {"layer_types": None}),
     "qwen2": TextModel("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32, 32768)),
-    "gemma3_text": TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 4, 131072) | {"head_dim": 256}),
+    "gemma3_text": TextModel(
+        "gemma3_text",
+        _sizes(262208, 2304, 9216, 26, 8, 4, 131072) | {"head_dim": 256},
+        {"final_logit_softcapping": None},
+    ),
     "gemma4_text": TextModel("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"),

@@ -128,6 +128,16 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
     """As `read_index`, of the content of `.metadata`. `whole` says where all of a file that it names is; `path` is for
     errors."""
     root = safe_pickle.loads(data, _ALLOWED, path)
+    left = len(data)
+
+    def box(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of a piece. Two bytes are enough to give the pieces of one tensor to another, too."""
+        nonlocal left
+        left -= 1 + len(chunk.offsets) + len(chunk.sizes)
+        if left < 0:
+            raise ValueError("the same pieces over and over")
+        return sizes(chunk.offsets), sizes(chunk.sizes)
+
     with damage("not what PyTorch writes", path):
         infos = {}
         for index, info in root.storage_data.items():
@@ -138,7 +148,7 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
             if isinstance(entry, _Object):
                 objects[key] = _span(infos[key, None], whole)
             else:
-                found = ((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
+                found = map(box, entry.chunks)
                 boxes = {(_hashed(offsets), _hashed(lengths)): (offsets, lengths) for offsets, lengths in found}
                 pieces = tuple(DcpPiece(*box, _span(infos[key, at], whole)) for (at, _), box in boxes.items())
                 value = entry.properties.args[0]

@@ -27,6 +27,11 @@ class Output:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        if self.path.name in ("", ".."):
+            what = "the destination is an existing folder, under no name of its own"
+            raise DestinationExists(what, where=self.path, do="Choose a name in it.")
+
     @property
     def partial(self) -> Path:
         """Where it is built."""

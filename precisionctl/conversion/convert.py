@@ -64,7 +64,7 @@ def run(
 
     Returns what jobs found out, including those that were done before.
     """
-    done = journal.done if journal and all(file.is_file() for file in chunk_files(writer, plan.targets)) else set()
+    done = journal.done if journal and _are_whole(_ends(plan, writer)) else set()
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()
@@ -135,12 +135,7 @@ def check(
 def parts_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, range]]:
     """The bytes that each of `count` ranks writes, by file. Laid end to end, all files are cut into equal parts; a cut
     moves to where a file begins if that is near."""
-    ends: dict[Path, int] = {}
-    for name in plan.targets:
-        for chunk in writer.chunks(name):
-            assert isinstance(chunk.place, Path), "a live model has one rank"
-            end = chunk.offset + chunk.box.elements * writer.specs[name].dtype.itemsize
-            ends[chunk.place] = max(end, ends.get(chunk.place, 0))
+    ends = _ends(plan, writer)
     files = sorted(ends)
     begins = [0, *accumulate(ends[file] for file in files)]
     cuts = [_cut(begins, begins[-1] * rank // count, begins[-1] // count // 20) for rank in range(count + 1)]
@@ -152,6 +147,22 @@ def parts_of_ranks(plan: Plan, writer: Chunked, count: int) -> list[dict[Path, r
         }
         for start, stop in pairwise(cuts)
     ]
+
+
+def _ends(plan: Plan, writer: Chunked) -> dict[Path, int]:
+    """Where the last tensor of each file that is written ends."""
+    ends: dict[Path, int] = {}
+    for name in plan.targets:
+        for chunk in writer.chunks(name):
+            assert isinstance(chunk.place, Path), "a live model has one rank, and no journal"
+            end = chunk.offset + chunk.box.elements * writer.specs[name].dtype.itemsize
+            ends[chunk.place] = max(end, ends.get(chunk.place, 0))
+    return ends
+
+
+def _are_whole(ends: Mapping[Path, int]) -> bool:
+    """Whether the files that a journal speaks of have all their bytes: what was cut off would come back as zeros."""
+    return all(file.is_file() and file.stat().st_size >= end for file, end in ends.items())
 
 
 def _cut(begins: Sequence[int], at: int, near: int) -> int:

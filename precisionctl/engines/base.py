@@ -18,7 +18,7 @@ from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
-from precisionctl.engines.ignore_lists import IgnoreList
+from precisionctl.engines.ignore_lists import IgnoreList, in_time
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
@@ -120,7 +120,8 @@ class Engine:
         are all stored tensors, scales included, `read` returns a scale's value by its name, and `hf_quant_config` is
         the content of hf_quant_config.json, if there is one."""
         try:
-            return self._findings(config, specs, read, ranks, hf_quant_config)
+            with in_time():
+                return self._findings(config, specs, read, ranks, hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 

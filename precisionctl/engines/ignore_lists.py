@@ -2,7 +2,10 @@
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -75,6 +78,22 @@ def by_part_or_glob(entry: str, module: str) -> bool:
 
 SECONDS = 0.5
 """Time limit of a match. Patterns come from an untrusted config, and even a short one can take exponential time."""
+OF_ALL = 2.0
+_OF_EACH = 50e-6
+"""Seconds that all matches of a check may take together, and what each adds to them, ten times what it needs: patterns
+that take nearly SECONDS each, for many names, would take hours."""
+_left: ContextVar[list[float]] = ContextVar("_left")
+"""One number: how many of these seconds are left."""
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Within it all matches together are limited."""
+    token = _left.set([OF_ALL])
+    try:
+        yield
+    finally:
+        _left.reset(token)
 
 
 _LONGEST = 1000
@@ -86,12 +105,17 @@ _MOST_COPIES = 1_000_000
 def _matches(pattern: str, module: str) -> bool:
     """Whether a regular expression matches at the start of a name. Raises PrecisionError for one that is invalid or
     takes too long."""
+    left, began = _left.get([OF_ALL]), time.thread_time()
     try:
         _check_size(pattern)
+        if left[0] < 0:
+            raise TimeoutError
         return regex.match(pattern, module, timeout=SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError) as problem:
         why = "takes too long" if isinstance(problem, TimeoutError) else f"cannot be read: {problem}"
         raise PrecisionError(f"the pattern {shown(pattern)} {why}", where="config.json") from None
+    finally:
+        left[0] += _OF_EACH - (time.thread_time() - began)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -88,6 +88,8 @@ def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
 
 def is_sidecar(path: Path) -> bool:
     """Whether a path is a file that says of itself that it is a sidecar."""
+    if not path.is_file():  # opening a pipe would wait forever
+        return False
     try:
         with safe_open(path, framework="np") as file:
             return _KEY in (file.metadata() or {})

@@ -80,16 +80,35 @@ def test_metadata(tmp_path: Path) -> None:
 
     def build(name: str, **state: bytes) -> bytes:
         items = b"".join(constant(key) + value for key, value in state.items())
-        return called(metadata, name) + pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS + pickle.BUILD
+        made = called("torch.distributed.checkpoint.filesystem" if name == "_StorageInfo" else metadata, name)
+        return made + pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS + pickle.BUILD
 
     def one(state: Mapping[str, bytes]) -> bytes:
         key = build("MetadataIndex", fqn=state["fqn"], offset=state["offset"])
         return pickle.EMPTY_DICT + key + pickle.NONE + pickle.SETITEM
 
+    def pieces(tensors: int, each: int) -> bytes:
+        """An index of tensors that all have the same list of pieces, in which one piece is again and again."""
+        chunk = build("ChunkStorageMetadata", offsets=constant((0,)), sizes=constant((1,)))
+        size, chunks = constant((1,)), pickle.EMPTY_LIST + chunk + b"q\0" + pickle.APPEND
+        chunks += pickle.MARK + b"h\0" * each + pickle.APPENDS
+        dtype = pickle.MARK + global_("torch", "float32") + pickle.TUPLE
+        properties = called(metadata, "TensorProperties") + dtype + pickle.BUILD
+        entry = build("TensorStorageMetadata", properties=properties, size=size, chunks=chunks) + b"q\1"
+        place = build("_StorageInfo", relative_path=constant("x"), offset=constant(0), length=constant(4)) + b"q\2"
+        described = placed = pickle.EMPTY_DICT + pickle.MARK
+        for key in map(constant, map(str, range(tensors))):
+            described += key + entry
+            placed += called(metadata, "MetadataIndex", key, constant((0,))) + place
+            entry, place = b"h\1", b"h\2"
+        found = {"state_dict_metadata": described + pickle.SETITEMS, "storage_data": placed + pickle.SETITEMS}
+        return build("Metadata", **found)
+
     entry = build("BytesStorageMetadata")
     bombs = {
         **HASHES,
         **COPIES,
+        "pieces of many tensors": pieces(4_000, 40_000),
         "a layout": called("torch.serialization", "_get_layout", SHARED),
         "a size": called(*torch_size, SHARED),
         "a place's name": index(fqn=SHARED),
@@ -103,8 +122,9 @@ def test_metadata(tmp_path: Path) -> None:
     paths = []
     for name, content in bombs.items():
         (tmp_path / name).mkdir()
-        paths += written(tmp_path / name, {".metadata": pickled(content)})
-    detonate("metadata", [path.parent for path in paths])
+        paths += written(tmp_path / name, {".metadata": pickled(content), "x": bytes(4)})[:1]
+    said = detonate("metadata", [path.parent for path in paths])
+    assert "over and over" in said[str(tmp_path / "pieces of many tensors")]
 
 
 def test_extra_state(tmp_path: Path) -> None:

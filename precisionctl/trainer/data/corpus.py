@@ -75,7 +75,7 @@ def make_corpus(
 
     Raises OutputError if there are results already, DataError for data that cannot be read, DiskProblem.
     """
-    partial = out.with_name(f"{out.name}.partial")
+    partial = Output(out).partial
     if not ((before := _noted(partial)) and before.written):
         _check_free(out)
     if (partial.exists() and not (partial / _LOCK).exists()) or partial.is_symlink():
