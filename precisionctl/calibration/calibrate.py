@@ -77,8 +77,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did. `speaks` is
-    True on the rank that reports it, the first."""
+    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did.
+    `on_first_rank` is True on the one rank that reports it."""
 
     out: Path
     states: Fp8States
@@ -86,7 +86,7 @@ class Calibrated:
     rows: int
     notes: tuple[str, ...]
     signal: Signals | None = None
-    speaks: bool = True
+    on_first_rank: bool = True
 
 
 def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:

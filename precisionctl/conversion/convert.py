@@ -68,8 +68,8 @@ def run(
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()
-        ranks.tell("laid out")
-    ranks.hear("laid out")
+        ranks.publish("laid out")
+    ranks.receive("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))

@@ -145,15 +145,15 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
-    the rank that reports it, the first."""
+    """What a run would be. `continues` is True if its folder already has an iteration, at `step`. `on_first_rank` is
+    True on the one rank that reports it."""
 
     plan: RunPlan
     step: int
-    going_on: bool
+    continues: bool
     ahead: Preflight
     disk: DiskSpace
-    speaks: bool
+    on_first_rank: bool
 
 
 def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
