@@ -65,8 +65,7 @@ class _EdgeEnd:
 def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _EdgeEnd:
     exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
     name = "MXFP8" if exponents and not weight.packing else weight.codes_name
-    divides = scales.divides if scales.global_scale else None
-    return _EdgeEnd(name, weight.element, scales.block, divides, scales.zero_points is not None)
+    return _EdgeEnd(name, weight.element, scales.block, scales.global_divides, scales.zero_points is not None)
 
 
 def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:

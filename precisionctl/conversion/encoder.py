@@ -145,7 +145,7 @@ class Encoder:
 
     def _scales_of(self, name: str, block: tuple[int, int], like: Scales) -> BlockScales:
         """Those to be found of a weight, in blocks of a size, with what else encodings have that are stored `like`."""
-        spec, divides = self._specs[name], like.divides if like.global_scale else None
+        spec, divides = self._specs[name], like.global_divides
         zero_points = like.zero_points is not None
         return BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name), divides, zero_points)
 

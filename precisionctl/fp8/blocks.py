@@ -50,7 +50,7 @@ class BlockScales:
         self._as_carried = (
             carried is not None
             and (carried.block, carried.element) == (block, element)
-            and (_direction(carried.global_scale), carried.zeros is not None) == (divides, zero_points)
+            and (carried.global_divides, carried.zeros is not None) == (divides, zero_points)
         )
         if carried and self._as_carried:
             self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
@@ -187,10 +187,6 @@ class BlockScales:
 def _usable(grid: Tensor) -> Tensor:
     """Which scales are positive numbers; NaN is none."""
     return (grid > 0) & (grid < torch.inf)
-
-
-def _direction(scale: GlobalScale | None) -> bool | None:
-    return None if scale is None else scale.divides
 
 
 def share(tensors: Sequence[BlockScales]) -> None:

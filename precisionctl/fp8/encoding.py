@@ -58,6 +58,11 @@ class Encoding:
     zeros: Tensor | None = None
 
     @property
+    def global_divides(self) -> bool | None:
+        """Whether the global scale divides the scales of blocks or multiplies them; None without a global scale."""
+        return self.global_scale.divides if self.global_scale else None
+
+    @property
     def multipliers(self) -> Tensor:
         """The FP32 grid of what codes are multiplied by, the global scale included."""
         grid = _numbers(self.scale_inv)

@@ -178,6 +178,11 @@ class Scales:
         return tuple(name for name in names if name is not None)
 
     @property
+    def global_divides(self) -> bool | None:
+        """As `Encoding.global_divides`."""
+        return self.divides if self.global_scale else None
+
+    @property
     def multiplying(self) -> tuple[str, ...]:
         """The names of those that values are multiplied with, or divided by."""
         return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
