@@ -82,13 +82,13 @@ def worker_memory(plan: Plan) -> int:
     # Tensors that are computed, not moved, are in memory whole, read and made; with Megatron's in between if both sides
     # are Hugging Face's
     copies = 4 if plan.source == plan.target else 2
-    computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
+    computed = [
+        copies * WIDEST * sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
+        for job in plan.jobs
+        if plan.computes(job)
+    ]
     encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
     return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
-
-
-def _elements(job: Job, plan: Plan) -> int:
-    return sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
 
 
 def _blocks(job: Job, plan: Plan) -> int:

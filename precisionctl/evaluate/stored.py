@@ -81,17 +81,15 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     """If a directory has scales of an FP8 KV cache, round keys and values as that cache does. Returns the words to add
     to the precision, or nothing."""
-    if not isinstance(reader, HuggingFaceReader) or not _cache_is_fp8(reader):
+    if not isinstance(reader, HuggingFaceReader):
+        return ""
+    quantization = reader.config.get("quantization_config") or {}
+    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():
         round_cached(model.get_submodule(name), scale)
     return ", FP8 KV cache" if scales else ""
-
-
-def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
-    quantization = reader.config.get("quantization_config") or {}
-    return bool(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"))
 
 
 def _state_of_next_step(reader: Reader) -> Fp8States | None:

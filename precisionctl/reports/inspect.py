@@ -43,7 +43,9 @@ def describe(reader: Reader) -> Description:
     """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
     a trainer's checkpoint that nothing says the model of."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
-    nbytes = _bytes_by_dtype(reader)
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        nbytes[spec.stored_dtype] += spec.nbytes
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
@@ -130,13 +132,6 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
     return [{"pattern": pattern, "count": count, "why_not_fp8": why} for (pattern, why), count in found.items()]
 
 
-def _bytes_by_dtype(reader: Reader) -> Counter[str]:
-    nbytes: Counter[str] = Counter()
-    for spec in reader.specs.values():
-        nbytes[spec.stored_dtype] += spec.nbytes
-    return nbytes
-
-
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
     """What a trainer's checkpoint has of one."""
     if not (of_megatron(reader) or of_trainer(reader)):
@@ -173,6 +168,7 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
 def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
     iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
+    roles = [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
     return {
         "recipe": asdict(states.recipe),
         "producer": states.producer,
@@ -181,7 +177,7 @@ def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
         "of_these_weights": _is_of_its_weights(states, reader) if reader else None,
         "never_recorded": {
             role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
-            for role in _roles(states)
+            for role in roles
         },
         "not_understood": sorted(states.raw),
         "notes": list(states.notes),
@@ -198,11 +194,6 @@ def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
         return is_of_weights(states, digest_weights(reader), reader)
     except PrecisionctlError:
         return None
-
-
-def _roles(states: Fp8States) -> list[Role]:
-    """The roles to show: all of a GEMM's, and those of attention that are there."""
-    return [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
 
 
 def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:

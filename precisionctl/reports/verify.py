@@ -94,17 +94,14 @@ def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ..
 
 def _worst(different: Sequence[TensorComparison], most: int) -> Table:
     worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:most]
-    rows = [
-        (t.name, _status(t), t.dtypes, *map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ",")))
-        for t in worst
-    ]
+    rows = []
+    for t in worst:
+        status = f"{t.status} {t.shapes}" if t.shapes else t.status
+        numbers = map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ","))
+        rows.append((t.name, status, t.dtypes, *numbers))
     title = counted(len(different), "tensor differs", "tensors differ")
     title += f", the worst {most}" if len(different) > most else ""
     return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error", "values that differ"), rows)
-
-
-def _status(tensor: TensorComparison) -> str:
-    return f"{tensor.status} {tensor.shapes}" if tensor.shapes else tensor.status
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,7 +7,7 @@ memory does not grow with the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +16,7 @@ import numpy as np
 from precisionctl.checkpoints.base import Reader
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8.state import Fp8State, Fp8States, Role
-from precisionctl.fp8.statistics import Statistics
+from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
@@ -111,9 +110,13 @@ def compare(
     )
     found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
     configs, *scales = (lines for lines, _ in found)
-    of_models = list(_setting_differences(a, b))
-    families = [_other_family(a, b)] if of_models and a.model.model_type != b.model.model_type else []
-    settings = [*families, *configs, *of_models, *(line for lines in scales for line in lines)]
+    of_models = [
+        f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
+        for field, (mine, others) in a.model.differences(b.model).items()
+    ]
+    if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
+        configs = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *configs]
+    settings = [*configs, *of_models, *(line for lines in scales for line in lines)]
     left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
     if isinstance(optimizers, str):
         left_out += of_keys("one optimizer", [optimizers] if optimizers else [])
@@ -171,16 +174,6 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
     named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
     if all(files):
         yield from of_keys("files", (name for name in named if files[0].get(name) != files[1].get(name)))
-
-
-def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
-    for field, (mine, others) in a.model.differences(b.model).items():
-        yield f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
-
-
-def _other_family(a: Reader, b: Reader) -> str:
-    """The reason for the other differences, where there are any: two families may also compute alike."""
-    return f"the family is {a.model.model_type} in A, {b.model.model_type} in B"
 
 
 def _in_words(setting: object) -> str:
@@ -319,7 +312,10 @@ def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str
         if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
             yield f"{name}: payloads that were not understood differ"
     for name in sorted(a.statistics.keys() & b.statistics.keys()):
-        yield from _statistics_differences(name, a.statistics[name], b.statistics[name])
+        measured, others = a.statistics[name], b.statistics[name]
+        for role in sorted(measured.keys() & others.keys()):
+            if measured[role].numbers() != others[role].numbers():
+                yield f"{name} {role}: the statistics differ"
 
 
 def _recorded_otherwise(a: Fp8States, b: Fp8States) -> Iterator[str]:
@@ -338,9 +334,3 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
             yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
         elif not _same_bits(left.amax_history, right.amax_history):
             yield f"{name} {role}: the amax histories differ"
-
-
-def _statistics_differences(name: str, a: Mapping[Role, Statistics], b: Mapping[Role, Statistics]) -> Iterator[str]:
-    for role in sorted(a.keys() & b.keys()):
-        if a[role].numbers() != b[role].numbers():
-            yield f"{name} {role}: the statistics differ"

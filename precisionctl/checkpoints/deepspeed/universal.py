@@ -75,7 +75,8 @@ def read_universal(directory: Path) -> SavedStates:
             raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
     if missing := [name for name in shapes if name not in weights]:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
-    optimizer = _optimizer(directory)
+    settings = directory / ZERO / OPTIMIZER_STATE
+    optimizer = read_states(settings) if has_file(settings, directory) else {}
     first, second = moments.values()
     known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
     extra = dict.fromkeys(one.name for folder in folders for one in folder.iterdir() if one.name not in known)
@@ -92,10 +93,7 @@ def read_universal(directory: Path) -> SavedStates:
         states.global_steps if states else None,
         kept,
         updates if kept else None,
-        [
-            stored_group(group, directory / ZERO / OPTIMIZER_STATE)
-            for group in plain_groups(optimizer.get("param_groups"))
-        ],
+        [stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
         " and ".join(filter(None, (lost, unread))),
     )
 
@@ -111,11 +109,6 @@ def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatT
         what = f"{list(tensor.spec.shape)} for a parameter {list(shape)}"
         raise DamagedCheckpoint(what, where=path, do="Is it of this checkpoint?")
     return FlatTensor(TensorSpec(shape, tensor.spec.dtype), tensor.flat)
-
-
-def _optimizer(directory: Path) -> Mapping[str, Any]:
-    path = directory / ZERO / OPTIMIZER_STATE
-    return read_states(path) if has_file(path, directory) else {}
 
 
 def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path) -> int | None:
