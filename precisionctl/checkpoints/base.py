@@ -69,10 +69,11 @@ class Box:
 
 
 class Computed(Protocol):
-    """Rows of a tensor that are stored nowhere as they are read."""
+    """The rows of a tensor that is stored nowhere: they are computed when they are read."""
 
     def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, columns]`, of the tensor's dtype: the same, however they are cut."""
+        """Rows `[row, row + rows)` as `[rows, columns]`, in the tensor's dtype. Their bits do not depend on how many
+        rows are asked for."""
         ...
 
 
@@ -289,7 +290,7 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
 
 
 def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | None = None) -> Bytes:
-    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values."""
+    """As `read_rows`, but the rows' bytes `[rows, width * itemsize]`; into `into` if given."""
     spec = source.specs[name]
     if into is None:
         into = np.empty((rows, spec.width * spec.dtype.itemsize), np.uint8)
@@ -364,7 +365,8 @@ def check_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> 
 
 
 def _windows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> Iterator[tuple[Chunk, Box, Bytes]]:
-    """The chunks that rows from `row` on are in, the part of each, and its bytes among those of these values."""
+    """Yield each chunk that holds some of these rows, the part of the chunk, and the bytes of `values` that belong
+    there."""
     if 0 in values.shape:
         return
     spec = target.specs[name]
@@ -399,7 +401,7 @@ def _window(data: Bytes, part: Box, of: Box, itemsize: int) -> Bytes:
 
 
 def _held(chunk: Chunk, part: Box) -> Tensor:
-    """`part` of a chunk that is no file: a live tensor's own memory, or rows that are computed now."""
+    """`part` of a chunk that is not in a file: a view of a live tensor, or rows that are computed now."""
     if not isinstance(chunk.place, torch.Tensor):
         assert not isinstance(chunk.place, Path)
         return chunk.place.rows(part.row, part.rows)[:, part.column : part.column + part.columns]

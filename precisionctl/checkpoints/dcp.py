@@ -125,8 +125,8 @@ def read_index(directory: Path) -> Index:
 
 
 def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
-    """As `read_index`, of the content of `.metadata`. `whole` says where all of a file that it names is; `path` is for
-    errors."""
+    """As `read_index`, but of the bytes of `.metadata`. `whole` returns the span of all of a file, given its name;
+    `path` is for errors."""
     root = safe_pickle.loads(data, _ALLOWED, path)
     with damage("not what PyTorch writes", path):
         infos = {}
@@ -160,7 +160,8 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
 
 
 def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
-    """Raise DamagedCheckpoint for keys on the same bytes: a few bytes could stand for any number of them."""
+    """Raise DamagedCheckpoint if two keys share bytes. Otherwise a small file could stand for any number of large
+    tensors."""
     placed = sorted((str(span.path), span.offset, span.length, key) for key, span in spans)
     for (path, start, length, key), (next_path, next_start, _, other) in itertools.pairwise(placed):
         if path == next_path and next_start < start + length:
@@ -169,7 +170,8 @@ def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
 
 
 def _hashed(numbers: tuple[int, ...]) -> bytes:
-    """What stands for them in a table: nobody can choose bytes of one hash, as Python hashes them with a secret."""
+    """Numbers as bytes, to be keys of a dict. Python hashes bytes with a secret, so a file cannot choose keys that all
+    have one hash."""
     return struct.pack(f"{len(numbers)}q", *numbers)
 
 

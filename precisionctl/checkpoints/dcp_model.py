@@ -1,8 +1,8 @@
-"""Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names, as trainers save it that have no names of
-their own: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp; and torchtitan's Llama. AdamW's state
-is read with it where parameters have names in it.
+"""Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names.
 
-`.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
+Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
+torchtitan's Llama is read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
+pieces are. Which model it is says a config.json, beside the checkpoint or in the reference.
 """
 
 import re
@@ -194,7 +194,8 @@ class DcpTensors:
 
 
 def _wrapper(names: Iterable[str]) -> str:
-    """What wrappers have put before all names, or an application that saves its model in a dict of its own."""
+    """The prefix of all names that is not the model's: of wrappers such as DDP, or the key under which a program saves
+    its model."""
     names = list(names)
     common, end = commonprefix(names), 0
     if (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:

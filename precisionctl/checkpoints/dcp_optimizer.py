@@ -40,10 +40,13 @@ _OF_RUN = re.compile(
 
 @dataclass(frozen=True)
 class DcpOptimizer:
-    """AdamW's tensors by parameter: `moments` by kind, Muon's too, and the `steps` that it counts. `settings` are where
-    each of a parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may
-    be states that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names`
-    those of the numbers."""
+    """The optimizer in a DCP checkpoint, by parameter name.
+
+    `moments` are AdamW's (and Muon's) tensors by kind, and `steps` AdamW's counts of updates. `settings` has, for each
+    parameter group, where each setting is stored. `parameters` has, for each group, where the list of its parameters is
+    stored: names or numbers; `names` are the names of the numbers. `others` are tensors that are neither weights nor
+    AdamW's; those whose parameters have numbers are also in `numbered`.
+    """
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
@@ -55,12 +58,13 @@ class DcpOptimizer:
 
     @property
     def unread(self) -> str:
-        """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
+        """The kinds of state that are not AdamW's, such as Muon's `momentum_buffer`, in words; empty if there are
+        none."""
         return not_adams(match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
 
     def updates(self, where: Path) -> int:
-        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each, and
-        DamagedCheckpoint for what is no count."""
+        """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
+        (Megatron has one count for all), and DamagedCheckpoint if it is no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
@@ -74,7 +78,7 @@ class DcpOptimizer:
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:
-        """Its groups of parameters; torchtitan's, of one each, have the names of these."""
+        """The parameter groups. In torchtitan each parameter is a group, which is named after it."""
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
             yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))

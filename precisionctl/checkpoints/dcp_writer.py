@@ -41,12 +41,11 @@ _UNDECAYED = {"weight_decay": 0.0}
 
 
 class DcpWriter:
-    """Writes a directory with `.metadata`, and config.json and tokenizer beside it. `specs` are the model's tensors by
-    the names that its class has in memory, and AdamW's moments as `optimizer.state.<kind>.<tensor>`; `run` is what is
-    known beside those.
+    """Writes a DCP directory: `.metadata` and data files, beside config.json and the tokenizer.
 
-    Parameters are in two groups, as trainers have them: matrices, whose weights decay, and others. Equal input gives
-    equal bytes.
+    `specs` are the model's tensors, under the names that its class has in memory, and AdamW's moments as
+    `optimizer.state.<kind>.<tensor>`. `run` has AdamW's count and settings. As in trainers, there are two parameter
+    groups: matrices, which have weight decay, and the rest. Equal input gives equal bytes.
     """
 
     def __init__(
@@ -108,8 +107,8 @@ class DcpWriter:
         dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
 
     def _beside(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
-        """What is small, each with its path in the state dict and its archive: the count of every parameter, a tensor
-        of no dimension, and the settings of the groups."""
+        """Yield the optimizer's small entries, each with its path in the state dict, its archive and its shape (None
+        for objects): the count of each parameter, a tensor of shape [], and the settings of the groups."""
         prefix = state_name("exp_avg", "")
         moments = {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
         if not self._run or not moments:

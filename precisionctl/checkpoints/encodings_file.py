@@ -106,8 +106,8 @@ class WeightEncodings:
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
     def input_amax(self, name: str) -> Tensor | None:
-        """The amax, FP32 `[]`, that the fixed scale of a weight's input was made from; None where there is none. Raises
-        DamagedCheckpoint for a scale that is negative or NaN, or of an amax that FP32 does not hold."""
+        """The amax, FP32 `[]`, from which the fixed input scale of a weight was made; None without such a scale. Raises
+        DamagedCheckpoint for a scale that is negative or NaN, or whose amax exceeds FP32."""
         fixed = self._fixed_scale_of_input(name)
         return fixed and fixed[1]
 
@@ -218,7 +218,8 @@ def _said_of(packing: Packing) -> list[str | int | None]:
 
 
 def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]:
-    """Those that codes may have in the directory that they come from, by what is said of them."""
+    """The packings that weights of a directory with this `quantization_config` may have, by their description in the
+    file (`_said_of`)."""
     method = recognise({"quantization_config": quantization})
     formats = method.read(quantization).formats if method else ()
     return {tuple(_said_of(form.packing)): form.packing for form in formats if form.packing}

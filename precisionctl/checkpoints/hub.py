@@ -299,8 +299,8 @@ _CUT_OFF = "Try again: a server or a proxy may have cut it off."
 
 
 def unreachable(error: BaseException) -> bool:
-    """Whether the network or the server failed, by an error or by what led to it: not where a server refused what it
-    was asked, by a status below 500."""
+    """Whether an error, or one of its causes, means that the network or the server failed. A server that refuses a
+    request (a status below 500) has not failed."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in seen:
@@ -316,7 +316,7 @@ def unreachable(error: BaseException) -> bool:
 
 
 def _first_bytes(url: str, count: int) -> bytes:
-    """The first bytes of a file on the Hub. No more are taken from a server that sends all of it."""
+    """The first `count` bytes of a file on the Hub. Reading stops there even if the server sends the whole file."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
         hf_raise_for_status,
@@ -335,11 +335,11 @@ def _first_bytes(url: str, count: int) -> bytes:
 
 
 def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
-    """Of a repository's files those that a checkpoint is read from: weights in safetensors, in pickles only where there
-    are no others; configs, tokenizer and licence; FP8 state of ours. No code, and nothing else in folders. Without
-    `weights`, those beside them.
+    """The files of a repository that a checkpoint is read from.
 
-    Raises CheckpointError where there are no such weights.
+    These are weights (safetensors; pickles only if there are none), configs, tokenizer, licence, and our own FP8 state.
+    Code and other files in folders are left out. Without `weights`, only the files beside the weights. Raises
+    CheckpointError if there are no weights in one of these formats.
     """
     from precisionctl.checkpoints.companions import kind_of  # takes NumPy with it, which `--help` does without
 

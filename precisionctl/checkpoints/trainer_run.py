@@ -34,11 +34,12 @@ _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """What a trainer saves of a run beside tensors.
+    """What a trainer saves of a run besides tensors.
 
-    `updates` is Adam's count, the same for all parameters. `settings` are AdamW's where weights decay, as far as they
-    are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`, `weight_decay`. `left` says
-    what stays behind, in words. `muon` are the `lr`, `weight_decay` and `momentum` of torch's Muon, if it trained some.
+    `updates` is AdamW's count, the same for all parameters. `settings` are AdamW's, of the parameters with weight
+    decay, as far as they are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`,
+    `weight_decay`. `left` says in words what is not carried over. `muon` has `lr`, `weight_decay` and `momentum` of
+    torch's Muon, if it trained some parameters.
     """
 
     updates: int
@@ -77,8 +78,8 @@ class ParameterGroup:
 
     @property
     def of_muon(self) -> bool:
-        """Whether it is one of torch's Muon, which alone has this setting: SGD and other Muons have momentum, too, and
-        weigh gradients otherwise."""
+        """Whether torch's Muon trained this group. No other optimizer has this setting; SGD and other implementations
+        of Muon also have momentum, but use it differently."""
         return "adjust_lr_fn" in self.settings
 
     @property
@@ -87,8 +88,8 @@ class ParameterGroup:
         return _is_number(decay) and decay > 0
 
     def matrices(self, *, others: bool = False) -> list[str]:
-        """The names of its matrices, also stacks of them, or of the `others`: norms, and biases, of which experts have
-        stacks."""
+        """The names of the group's matrices and stacks of matrices; with `others`, of its norms and biases (stacks of
+        biases too)."""
         shapes = (self.shapes or {}).items()
         return [name for name, shape in shapes if (len(shape) > 1 and not name.endswith("bias")) != others]
 
@@ -117,10 +118,10 @@ def adam_run(updates: int, groups: Sequence[ParameterGroup], where: Path, *left:
 
 
 def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
-    """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
-    else of most.
+    """AdamW's settings of a run: those that apply to most parameters with weight decay, or, if no group has any, to
+    most parameters. (Trainers give norms and biases no weight decay.)
 
-    Raises DamagedCheckpoint for what no AdamW takes, in any group that has parameters.
+    Raises DamagedCheckpoint if any group with parameters has settings that AdamW does not accept.
     """
     found = [(group, _numbers(group, (*_NUMBERS, "betas"), "AdamW", where)) for group in with_parameters(groups)]
     return _of_most([one for one in found if one[0].decays] or found)
@@ -135,7 +136,7 @@ def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 
 
 def _of_most(found: Sequence[tuple[ParameterGroup, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """The settings that most parameters have."""
+    """The settings that apply to the largest number of parameters."""
     sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
     for group, settings in found:
         sizes[repr(settings)] += len(group.shapes or ())
@@ -158,8 +159,8 @@ def _numbers(
 
 
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
-    """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
-    weight decay of matrices, all of them, alone."""
+    """In words, which settings of these groups are lost in a result, which has one group's settings for all parameters,
+    and weight decay for exactly the matrices."""
     groups = with_parameters(groups)
     decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
@@ -195,7 +196,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def not_adams(kinds: Iterable[object]) -> str:
-    """Which of these kinds of state AdamW has not, in words; empty if it has all."""
+    """In words, which of these kinds of state are not AdamW's; empty if all are."""
     others = sorted(map(str, set(kinds) - {"step", *MOMENTS}))
     return f"{shown(others)}, which AdamW has not" if others else ""
 

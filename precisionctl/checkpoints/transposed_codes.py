@@ -74,10 +74,11 @@ def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) 
 
 
 class TransposedCodes:
-    """The weights of a directory whose codes are those of the transpose, by name, as BF16 values that are computed.
+    """The weights of a GPTQ or AWQ directory, by name, as BF16 values. The stored codes are those of the transposed
+    weight; rows are computed when they are read.
 
-    Raises PrecisionError for a config or a width that is not read, DamagedCheckpoint for tensors that contradict one
-    another.
+    Raises PrecisionError for a config or a width of codes that is not read, DamagedCheckpoint for tensors that
+    contradict one another.
     """
 
     def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
@@ -104,7 +105,7 @@ class TransposedCodes:
 
     @property
     def words(self) -> str:
-        """What they are, and are read as."""
+        """What is stored, and what it is read as, in words."""
         bits = sorted({module.bits for module in self._modules.values()})
         return f"{' and '.join(f'{each}-bit' for each in bits)} integers of {self._method}, read as bfloat16"
 
@@ -265,13 +266,14 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
 
 
 def _first_said(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
-    """What is said under a key, or under `format`, as the tools' other versions have it; else what is usual."""
+    """The value of a key of the config, or of `format`, its name in other versions of the tools; else the `usual`
+    one."""
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
 
 
 def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
-    """Raise PrecisionError for modules that are coded each in its own way, and for words other than int32. Rules of
-    GPTQModel's `dynamic` that begin with `-:` name modules that are not coded."""
+    """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
+    `dynamic`, a rule that begins with `-:` only names modules without codes."""
     own = quantization.get("dynamic") or {}
     if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
         raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=_FROM_THE_RELEASE)

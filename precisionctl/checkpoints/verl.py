@@ -92,7 +92,8 @@ def _read(directory: Path) -> SavedStates:
 
 
 def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mapping[str, TensorSpec]) -> SavedStates:
-    """With what the ranks of one copy have of AdamW's state, or what else it is in words."""
+    """The states with AdamW's, as the ranks of one copy of the model have it; or with a note in words on the optimizer
+    that cannot be read."""
     contents = [(path, skeleton(path)) for path in files]
     if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
         return replace(saved, unread="it is not under numbers, as torch.optim's is")
@@ -137,7 +138,8 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _ranks_of_a_copy(states: Sequence[Mapping[str, Any]]) -> int:
-    """How many ranks have the model together: the longest that any tensor takes until all its rows are there."""
+    """How many ranks together hold one copy of the model: as many as it takes until all rows of every tensor are
+    there."""
     most = 1
     for name, one in states[0].items():
         if isinstance(one, RankShard) and one.cut:
@@ -153,8 +155,8 @@ def _rows(one: object) -> int:
 
 
 def _parameters(state: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
-    DTensors a buffer."""
+    """The names of the parameters, in their order. A tensor on the same bytes as an earlier one is tied to it, and a
+    whole tensor among DTensors is a buffer; neither is a parameter."""
     kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
     local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
     located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}

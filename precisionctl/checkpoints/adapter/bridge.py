@@ -84,7 +84,8 @@ def _read_config(directory: Path) -> LoraConfig:
 
 
 class _Factors:
-    """Bridge's factors by PEFT's names, as a source of tensors: one A of a fused linear is that of each part."""
+    """Bridge's factors under PEFT's names, as a source of tensors. The parts of a fused linear (q, k and v; gate and
+    up) share one A."""
 
     def __init__(self, saved: MegatronReader, base: Reader, rank: int) -> None:
         self._saved, self._rank = saved, rank
@@ -165,7 +166,7 @@ def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:
 
 
 def _unknown(name: str, module: str | None) -> MappingError:
-    """Of a tensor that is no factor for one of the base's linears."""
+    """The error for a tensor that is no factor of one of the base's linears."""
     if ".mlp.experts." in name:
         what = f"`{name}` is of experts, whose adapters each version of Megatron-Bridge stores in another way"
         return MappingError(what, do=_EXPORT)

@@ -112,7 +112,8 @@ def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatT
 
 
 def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path) -> int | None:
-    """Adam's count: of all parameters, or of ZeRO 3's groups. None where nothing says it, or they differ in it."""
+    """AdamW's count: that of the parameters, or, from ZeRO 3, of the groups. None if nothing stores it, or if
+    parameters differ in it."""
     files = [folder / "step.pt" for folder in trained if has_file(folder / "step.pt", directory)]
     if counts := {number(skeleton(file), file) for file in files}:
         return counts.pop() if len(counts) == 1 else None
