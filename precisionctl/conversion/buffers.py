@@ -92,7 +92,7 @@ def worker_memory(plan: Plan) -> int:
 
 
 def _blocks(job: Job, plan: Plan) -> int:
-    """How many blocks with a scale of their own the tensors have that a job encodes."""
+    """The number of blocks with a scale in the tensors that a job encodes."""
     weights = job.encode.weights if job.encode else {}
     specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
     return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

@@ -167,7 +167,7 @@ network file systems keep apart what they change there."""
 
 
 class _Share:
-    """A rank's part of a target."""
+    """The part of a target that this rank writes."""
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer

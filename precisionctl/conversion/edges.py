@@ -1,4 +1,5 @@
-"""Edges: from one format of codes to another, exactly or rounded, said before a conversion and counted after it."""
+"""Edges: from one format of codes to another. What a four-bit weight's conversion keeps exactly and what it rounds:
+announced before a conversion, counted after it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ _IN_WORDS: Mapping[EdgeKind, str] = {
 
 @dataclass(frozen=True)
 class Edge:
-    """The edge that weights take, `before` and `after` as names of formats."""
+    """A conversion of a weight's codes, from the format `before` to the format `after`."""
 
     before: str
     after: str
@@ -39,7 +40,7 @@ class Edge:
 
 
 def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
-    """The edge of each weight that is codes in a plan's result and was codes before, of four bits on either side."""
+    """For each weight that was codes before and will be codes, with four bits on at least one side, its edge."""
     found = {}
     for job in plan.jobs:
         for name, scales in (job.encode.weights if job.encode else {}).items():
@@ -53,7 +54,7 @@ def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
 
 @dataclass(frozen=True)
 class _EdgeEnd:
-    """What codes of a weight are, and what is stored of their scales, as far as codes depend on it."""
+    """The format of a weight's codes and of its stored scales, as far as the codes depend on it."""
 
     name: str
     element: Element

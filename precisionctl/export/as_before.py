@@ -73,7 +73,7 @@ class AsBefore:
         return self.encodings.files
 
     def _block(self, name: str) -> tuple[int, int]:
-        """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
+        """The block size that a weight had, if the method can express it, else the first that it can."""
         said, spec = self.method.read(self.encodings.quantization), self.encodings.weights[name]
         blocks = [sized(form.block, spec) for form in said.formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block

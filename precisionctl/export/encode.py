@@ -84,8 +84,8 @@ def _check_free(new: Set[str], plan: Plan) -> None:
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
-    """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
-    under another name (a tied `lm_head`): they are modules all the same to a loader."""
+    """The modules of a plan of values that have a matrix which is not among the `codes`. Modules whose matrix is stored
+    under another name (a tied `lm_head`) are among them, since loaders have them too."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
@@ -95,12 +95,14 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and as programs have them in memory that do not rename a list as they
-    do tensors (transformers#48349; vLLM does): those of Mixtral, PhiMoE and Nemotron-H, and of models of images or
-    sound that of the text model.
+    """The names of modules as a directory has them, and also as programs call them in memory. Some programs rename
+    tensors when they load them, but not the names in such a list (transformers#48349; vLLM renames both). This concerns
+    Mixtral, PhiMoE and Nemotron-H, and the text model of models of images or sound.
 
-    A rule for every engine, so that a directory for one of them loads in others too, and by hand: to look all of
-    transformers' 800 renamings up, as its own exports do (`engines/names_in_memory.py`), is two seconds of imports."""
+    The rule is the same for every engine, so that a directory for one also loads in another, or by hand. Looking up all
+    of transformers' 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of
+    imports.
+    """
     found = dict.fromkeys(modules)
     for name in modules:
         renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
@@ -122,8 +124,8 @@ def is_slice(name: str) -> bool:
 
 
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
-    """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
-    codes of that; nor what engines want in one form with a weight that is to stay in BF16."""
+    """The jobs whose weights become codes. Left out are experts that a family stores as one tensor, since no engine
+    reads codes of such a tensor, and weights that engines want in the same form as one that stays in BF16."""
     gemms = [job for job in plan.jobs if job.row.gemm and not is_slice(job.writes[0])]
     kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.weights}
     return [job for job in gemms if kept.isdisjoint(map(in_step, job.weights))]
@@ -131,8 +133,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: the elements, E4M3 or of four bits, and the grid of scales of a `scheme`, which
-    are `numbers`, but for those that are kept of a source of codes; and how a `method` spells both."""
+    """How weights are stored as codes: in which `scheme` (the element, E4M3 or of four bits, and the grid of scales),
+    to which `numbers` new scales are rounded, and in which `method`'s form."""
 
     method: QuantMethod
     scheme: Scheme
@@ -228,7 +230,7 @@ Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 
 
 def served(plan: Plan, ranks: int) -> ServingLayout:
-    """A plan's model on so many GPUs."""
+    """How a plan's model is laid out on this many GPUs."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
         return ServingLayout.of(plan.model.config)
     return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
@@ -245,15 +247,14 @@ def in_scheme(
     keep_refused: bool = False,
     kept: Kept | None = None,
 ) -> InScheme:
-    """The policy that makes of a plan of BF16 values one of codes in a format.
+    """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. Weights that there is a `refusal` of are an error, or, with
-    `keep_refused`, stay in BF16 too, with all that engines want in one form with them. `kept` makes the list of what is
-    not quantized. The scheme `static` takes its input scales from `states`; `why_no_state` says why there are none, if
-    there are none.
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error; with `keep_refused` it stays in
+    BF16, and so do the weights that engines want in the same form. `kept` makes the list of what is not quantized. The
+    scheme `static` takes its input scales from `states`; if there are none, `why_no_state` says why.
 
-    Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
-    are refused, and for weights that a family stores transposed (GPT-2's Conv1D).
+    Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
+    are refused and for weights that a family stores transposed (GPT-2's Conv1D).
     """
     jobs = fp8_jobs(plan, precision)
     refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
@@ -291,7 +292,8 @@ def in_scheme(
 
 
 def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:
-    """Those of `weights` that engines want in one form with a refused one, and stay values with it: and why."""
+    """The weights that stay values because engines want them in the same form as a refused one, and the reason in
+    words."""
     first: dict[str, str] = {}
     for name in refused:
         first.setdefault(in_step(name), name)
@@ -300,8 +302,8 @@ def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, 
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose weights engines compute as one, together: they have one input. A job of a family's table is such a
-    group, but for DeepSeek's latents, which are two; of a table that is read off, a job is one of its weights."""
+    """Group jobs whose weights engines compute as one, and which so have one input. In a family's table each job is a
+    group, except DeepSeek's two latents. In a table that is read off a directory, a job is one weight of a group."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(fused(job.writes[0]), []).append(job)

@@ -73,7 +73,7 @@ WITH_ROUTERS = (
 
 
 def why_too_small(states: Fp8States) -> str:
-    """Why inputs may well exceed what a state has recorded; empty if nothing is known against it."""
+    """Why the recorded amaxes may be too small for the inputs to come; empty if there is no known reason."""
     if states.recipe.amax_history_len == 1:
         return OF_ONE_STEP
     return WITH_ROUTERS if states.has_router_weights else ""

@@ -55,7 +55,7 @@ def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourB
 
 
 def _scales(scheme: FourBitScheme, values: Tensor, amax: Tensor, whole: Tensor, scratch: Tensor) -> Tensor:
-    """What codes are multiplied by, as an export chooses it, FP32 `[rows, groups]`."""
+    """The multipliers of codes that an export in this scheme would choose, FP32 `[rows, groups]`."""
     if scheme == "nvfp4":
         global_scale = group_scales.nvfp4_global(whole, divisor=False)
         stored = group_scales.nvfp4_scales_of(values, amax, global_scale, scratch, divisor=False)

@@ -126,7 +126,7 @@ def stored_model(source: PlanSource) -> ModelShape:
 
 
 def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
-    """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
+    """The source's tensors that have Hugging Face's names: all of a Hugging Face directory; of a Megatron checkpoint, a
     wrapper's towers."""
     if source.layout == "hf":
         return source.specs

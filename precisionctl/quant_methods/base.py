@@ -75,13 +75,13 @@ EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """What the codes of a weight are, and where the rest of its encoding is: a row of a method's table.
+    """What the codes of a weight are, and which tensors hold the rest of its encoding: a row of a method's table.
 
-    `block` says how many rows and columns share a scale, of one of the dtypes `scales`, or of any. Without a `packing`
-    codes are FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales:
-    a global scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the
-    `shape` of the weight; and the fixed global scale of its `input`. `same_inputs`: engines that can round inputs to
-    the same format, without a fixed scale.
+    `block` says how many rows and columns share a scale. `scales` are the dtypes that scales may have; empty for any.
+    Without a `packing`, codes are FP8, and their dtype says which. The next fields are names of tensors beside the
+    weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
+    of blocks; `zero_points`, INT4, packed along rows; the weight's `shape`; and `input`, the fixed global scale of its
+    input. `same_inputs`: some engines round inputs to the same format, without a fixed scale.
     """
 
     block: Block
@@ -100,7 +100,7 @@ class CodeFormat:
 
     @property
     def beside(self) -> tuple[str | None, str | None, str | None]:
-        """The names of what a weight has beside its scales: a global scale, zero points, its shape."""
+        """The names of the tensors that a weight has besides its scales: global scale, zero points, shape."""
         return self.global_scale, self.zero_points, self.shape
 
     @property
@@ -122,12 +122,12 @@ class Quantization:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Those that codes of FP8 may have."""
+        """The block sizes that FP8 weights may have."""
         return tuple(form.block for form in self.formats if form.packing is None)
 
     @property
     def scheme(self) -> str:
-        """The Scheme that this is, or a description of what is none of them."""
+        """The name of the Scheme, or a description if it is none of them."""
         for scheme, block in BLOCKS.items():
             if scheme not in FOUR_BITS and (self.blocks, self.static) == ((block,), scheme == "static"):
                 return scheme
@@ -150,7 +150,7 @@ def in_fp8(blocks: Iterable[Block], static: bool | None) -> Quantization:
 
 
 def together(parts: Iterable[Quantization]) -> Quantization:
-    """What a config says as a whole whose groups of modules, or layers, say `parts`."""
+    """The Quantization of a config that has several `parts`, for groups of modules or for layers."""
     listed = list(parts)
     static = {part.static for part in listed}
     formats = dict.fromkeys(form for part in listed for form in part.formats)
@@ -173,7 +173,7 @@ class Scales:
 
     @property
     def of_weight(self) -> tuple[str, ...]:
-        """The names of all but the input's."""
+        """The names of all of them except the input's."""
         names = (self.weight, self.global_scale, self.zero_points, self.shape)
         return tuple(name for name in names if name is not None)
 
@@ -184,7 +184,7 @@ class Scales:
 
     @property
     def multiplying(self) -> tuple[str, ...]:
-        """The names of those that values are multiplied with, or divided by."""
+        """The names of the scales by which values are multiplied or divided."""
         return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
 
     @property
@@ -219,11 +219,14 @@ class CacheSpelling:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How an export is spelled. `shapes` gives that of the tensor that holds a grid of so many rows and columns of
-    scales, by scheme, and by those that are only read. `config(scheme, ignored)` is the `quantization_config`, with the
-    full names of the linear and embedding modules that are not quantised under the key `ignored`, `cache` how scales
-    of a KV cache are spelled, and `files(config)` are the files beside it, by name. Modules with a name that ends in
-    one of `never` are known not to be quantised, named or not. `four_bits` are the formats of schemes of four bits."""
+    """How an export is written in a method's form.
+
+    `shapes` maps each scheme to a function from the size of a grid of scales to the shape of the tensor that stores it.
+    `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
+    embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
+    are further files, by name. Loaders know that modules whose name ends in one of `never` are not quantised, so these
+    need not be listed. `four_bits` has the formats of four-bit schemes.
+    """
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
@@ -234,7 +237,7 @@ class Spelling:
     four_bits: Mapping[str, CodeFormat] = field(default_factory=dict)
 
     def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:
-        """What a weight is as codes."""
+        """A weight's spec once it is codes."""
         packing = form.packing if (form := self.four_bits.get(scheme)) else None
         return replace(weight, dtype=packing.element.dtype if packing else CODES, packing=packing)
 

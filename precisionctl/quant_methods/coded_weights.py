@@ -114,8 +114,8 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
 def _coded(
     weight: str, codes: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
 ) -> CodedWeight:
-    """The format that a weight's tensors are of; where its scales fit several, that which has the others beside it.
-    Raises DamagedCheckpoint where there is none."""
+    """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
+    are there. Raises DamagedCheckpoint if no format fits."""
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
     possible = [(form, found) for form in said.formats if (found := _as_weight(spec, suffix, form))]
@@ -157,7 +157,8 @@ def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
 
 
 def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
-    """The weight whose codes a stored tensor of a name with this suffix are in a format; None where they cannot be."""
+    """The logical weight if a stored tensor, whose name has this suffix, holds codes in this format; None if it does
+    not."""
     packing = form.packing
     if packing is None or stored.packing is not None:
         fits = stored.packing == packing and (packing is not None or stored.dtype in fp8.CODES)

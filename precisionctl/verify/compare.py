@@ -35,12 +35,12 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `rounded`: one side is exactly the other's values rounded to BF16. `encoded`: one side is exactly the
-    FP8 encoding of the other under the scale stored with it; `lost`: it is that too, and does not stand for the values
-    all the same (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the FP8
+    encoding of the other, under the scale stored with it. `lost`: it is that encoding, but its scales make no sense, so
+    it does not represent the values (`verify/losses.py`).
 
-    SQNR in dB (infinite without noise), the largest absolute error, and how many values differ (`differing`) are of B's
-    values against A's; None where the two cannot be subtracted. `remark` tells what the codes have lost, where that is
+    SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
+    compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
     worth knowing.
     """
 
@@ -51,7 +51,7 @@ class TensorComparison:
     max_abs_error: float | None = None
     differing: int | None = None
     shapes: str = ""
-    """Where they are not the same."""
+    """Both shapes, if they differ."""
     remark: str = ""
 
     @property
@@ -61,10 +61,10 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`settings` has a line for each setting that makes other logits of the same weights, and for each fixed scale that
-    differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
-    no side has any, or only one. `codes` tells of every weight that is FP8 codes on either side, where that was asked
-    for, and `not_compared` what of these two was left out."""
+    """`settings` has a line for each setting with which the same weights give other logits, and for each fixed scale
+    that differs. `fp8` has a line for each difference in FP8 state; None if state was not compared, because no side has
+    any, or only one has. `codes` describes every weight that is FP8 codes on either side, if that was asked for.
+    `not_compared` lists what was left out for these two."""
 
     tensors: tuple[TensorComparison, ...]
     settings: tuple[str, ...]
@@ -147,7 +147,7 @@ def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None]) ->
 
 
 def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
-    """Biases that Hugging Face has no place for: not there is as zero."""
+    """Compare biases that Hugging Face has no place for. A missing one counts as zero."""
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
         if name in left and name in right and not _same_bits(left[name], right[name]):
@@ -159,7 +159,7 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
 
 
 def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
-    """What of two checkpoints is never compared, as far as they have it."""
+    """What these two checkpoints have of the things that are never compared."""
     readers = {"A": a.reader, "B": b.reader}
     derived = [name for side in (a, b) for name in side.plan.derived]
     yield from of_keys("derived", derived[:1])
@@ -242,7 +242,7 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:
-    """Whether a tensor in BF16 has another's values rounded to it, and none of them became infinite by that."""
+    """Whether `stored`, in BF16, is exactly `of` rounded, and no value became infinite by rounding."""
     return (
         stored.dtype == torch.bfloat16
         and of.is_floating_point()
@@ -252,7 +252,7 @@ def _is_rounding(stored: Tensor, of: Tensor) -> bool:
 
 
 def _only_nans_differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits wherever one of them is not NaN."""
+    """Whether two tensors of one dtype are equal bit for bit, except where both are NaN."""
     if not a.is_floating_point():
         return False
     differs = (_bits(a) != _bits(b)).view(-1, a.element_size()).any(1)
@@ -284,7 +284,7 @@ def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, floa
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
-    """How many FP32 values are not the same; zeros of two signs are not, NaNs are."""
+    """The number of FP32 values that differ: +0 and -0 differ, two NaNs do not."""
     return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
 
 

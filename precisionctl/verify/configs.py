@@ -21,8 +21,9 @@ Found = tuple[list[str], list[NotCompared]]
 
 
 def compare_configs(a: Reader, b: Reader) -> Found:
-    """Keys of config.json that differ. Those that the families' tables read are left out, since ModelShape has what
-    they say. Null is not absent, for which a class may have a default. `quantization_config` is another question."""
+    """The keys of config.json that differ, and those that were left out: keys that the families' tables read, since
+    ModelShape compares their meaning. Null and absent differ, as a class may have a default. `quantization_config` is
+    compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]

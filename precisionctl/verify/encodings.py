@@ -12,8 +12,9 @@ from precisionctl.verify.not_compared import NotCompared
 
 
 def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
-    """`quantization_config`, and of weights that are values on both sides, the scales that they had as codes: those of
-    codes show in what these decode to, and between codes and values they may be others."""
+    """Compare `quantization_config` and, if the weights of both sides are values now, the scales that they had as
+    codes. (If both are codes, scales show in the values that codes decode to. If one side is codes, the scales may
+    differ.)"""
     in_codes = [bool(side.reader.encodings) for side in (a, b)]
     if not any(in_codes) and (left is None) != (right is None):
         return [], [NotCompared("one encoding", f"only {'B' if left is None else 'A'} knows")]

@@ -56,10 +56,10 @@ class StoredRows:
 
 
 class HfTensors:
-    """A checkpoint's tensors by Hugging Face name, whatever its layout; those of a `plan` to there, where one is given.
+    """A checkpoint's tensors under Hugging Face's names, whatever its layout; through `plan`, if given.
 
-    `copies` are those that the checkpoint stores beside what they are copies of (the `lm_head` of a tied model), by
-    name, with the name of that; they are among `specs`.
+    `copies` are tensors that the checkpoint stores although they are copies of others (the `lm_head` of a tied model):
+    the name of the copy, and the name of the original. They are among `specs`.
     """
 
     def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
@@ -110,7 +110,7 @@ class HfTensors:
         return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
 
     def is_codes(self, name: str) -> bool:
-        """Whether rows of a tensor are read as codes with their scales."""
+        """Whether the rows of a tensor are read as codes, with their scales."""
         reads = (segment.read for segment in self._segments.get(self._of.get(name, name), ()))
         return name not in self._computed and any(read in self.reader.encodings for read in reads)
 
