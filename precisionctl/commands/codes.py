@@ -117,7 +117,8 @@ def for_engine(request: Request, source: Source) -> Result:
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
-    """What of a model's config.json says which class it is of; of a wrapper, its towers' too."""
+    """The part of a model's config.json that names its class; for a wrapper, all of it, which also describes the
+    towers."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
         return config
@@ -127,7 +128,8 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
 
 
 def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
-    """How weights are coded and spelled."""
+    """The format of the weights: method, scheme, and what new scales are rounded to. Raises PrecisionError for a scheme
+    that the engine does not read, and RecipeError for FP8 state that nothing would use."""
     if scheme not in engine.spells:
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."

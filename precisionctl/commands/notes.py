@@ -264,7 +264,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
 
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
-    """That weights which were codes are values now, and how they become codes again."""
+    """Notes that weights which were codes are values now, and how to make them codes again."""
     formats = Counter(spec.codes_name for spec in encodings.weights.values())
     were = " and ".join(
         f"{counted(count, 'weight was', 'weights were')} {name} codes" for name, count in formats.items()
@@ -286,8 +286,8 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
-    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, unless `KnownState.notes`
-    beside these tell that, else the FP8 state `recorded`, else, if that is None, the fixed scales of the source's
+    """Notes on where an export's fixed input scales come from: `file` (that of --fp8-state; no note if `file_told`,
+    because `KnownState.notes` say it already), else the FP8 state `recorded`, else the fixed scales of the source's
     codes."""
     if file:
         yield from () if file_told else (f"Input scales are those of {file}.",)

@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: it would look again and again through a plan's objects, hundreds of thousands
-    that all stay, for a quarter of the time that planning takes."""
+    """A context without Python's cyclic garbage collector. It would scan a plan's objects again and again: hundreds of
+    thousands, none of them garbage. That would take a quarter of the time of planning."""
     collects = gc.isenabled()
     gc.disable()
     try:

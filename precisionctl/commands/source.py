@@ -114,10 +114,11 @@ def open_source(request: Request) -> Source:
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
-    """The dtype of what a result has as values; None: of each that which it is stored in.
+    """The dtype of a result's values; None keeps the dtype in which each is stored.
 
-    So it is beside codes for an engine, if most matrices of the source are BF16 or codes: what is FP32 there is so for
-    a reason. A source in FP32 as a whole becomes BF16, for engines read in config.json what to compute in.
+    For an engine it is None if most matrices of the source are BF16 or codes: a tensor that is FP32 among those is so
+    for a reason. A source that is FP32 as a whole becomes BF16, because engines take the dtype to compute in from
+    config.json.
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype == DType.bfloat16 for spec in matrices)
@@ -131,9 +132,9 @@ def open_hinted(
     reference: Path | None,
     order: ColumnOrder | None,
 ) -> Reader:
-    """A Reader, opened with what the user says of the checkpoint: fields of a Request. A reference of the same model
-    changes nothing where the checkpoint has all of it. Raises RecipeError for hints that contradict it, and for others
-    that are not needed, and as `open_checkpoint`."""
+    """Open a checkpoint with what the user says about it: fields of a Request. A reference of the same model is ignored
+    if the checkpoint has everything itself. Raises RecipeError for hints that contradict the checkpoint and for other
+    hints that it does not need, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     towers = _towers_of(reference, companions) if reference and companions else None
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
@@ -213,7 +214,8 @@ def _companions_of(reference: Path) -> Companions:
 
 
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
-    """The towers of a reference that is a wrapper; None for others, of which no weights are read."""
+    """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
+    read."""
     config = parse_json(companions.files["config.json"], reference / "config.json")
     has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -94,8 +94,8 @@ def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:
 def _live_state(
     request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
-    """The state that a run will load, once the weights' amaxes are known: of the modules that carry some, or, where the
-    result is to be trained in FP8, of every FP8 GEMM of the recipe."""
+    """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
+    result is for training in FP8, for every FP8 GEMM of the recipe."""
     reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":

@@ -126,8 +126,8 @@ def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
 
 @torch.no_grad()
 def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
-    """Sums over a batch's targets, FP64 `[4]`: cross entropy, that of the reference, KL divergence, and the number of
-    targets with the same top-1 token."""
+    """Sums over a batch's targets, FP64 `[4]`: cross entropy, the reference's cross entropy, KL divergence, and the
+    number of targets for which both give the same token the highest probability."""
     wanted = batch.labels != IGNORED
     labels = batch.labels[wanted]
     models = [model, reference] if reference else [model]

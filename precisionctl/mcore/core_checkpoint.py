@@ -106,7 +106,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
 
 
 def _named(run: CoreRun) -> dict[int, str]:
-    """Megatron's names of the state of each stage of this rank."""
+    """For each stage of this rank, the name of its state in Megatron's state dict."""
     return {stage: f"model{stage}" if len(run.stages) > 1 else "model" for stage in range(len(run.stages))}
 
 

@@ -41,7 +41,7 @@ SAMPLED = 8
 
 
 class _Looking(Worker, ABC):
-    """Looks at what a job would write."""
+    """Shows the rows that a job would write, in order, to `_look`."""
 
     def _put(self, name: str, row: int, values: Tensor | Bytes) -> None:
         stored = self._writer.specs[name].dtype.torch

@@ -30,7 +30,7 @@ class LiveWeights:
 
     @staticmethod
     def of(model: nn.Module) -> "LiveWeights":
-        """Those of a transformers model."""
+        """The weights of a transformers model."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
             if is_stack(name, TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype))):

@@ -40,8 +40,8 @@ Description = Mapping[str, Any]
 
 
 def describe(reader: Reader) -> Description:
-    """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
-    a trainer's checkpoint that nothing says the model of."""
+    """Everything that can be said of a checkpoint without reading tensor data, except FP8 state, which is small and is
+    read. `model` is None if nothing describes the model of a trainer's checkpoint."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
     nbytes: Counter[str] = Counter()
     for spec in specs:
@@ -91,7 +91,8 @@ _SIZES = {
 
 
 def _cut(reader: Reader) -> dict[str, int] | None:
-    """The parallel sizes for which a Megatron checkpoint says that it was written, as far as it does."""
+    """The parallel sizes that a Megatron checkpoint was written for, as far as its arguments say; None for other
+    checkpoints."""
     if not of_megatron(reader):
         return None
     return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
@@ -117,8 +118,8 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
 
 
 def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
-    """The matrices of a model that no table describes, those together whose names differ in numbers alone: how many,
-    and why they stay as they are in an FP8 export (None: they do not)."""
+    """The matrices of a model without a table, in groups whose names differ only in numbers: how many there are, and
+    why an FP8 export keeps them as values (None: it does not)."""
     reasons = why_not_gemms(reader.specs)
     linears = {name: spec for name, spec in reader.specs.items() if name not in reasons and not is_slice(name)}
     served = ServingLayout.of(model.config)
@@ -133,7 +134,7 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
-    """What a trainer's checkpoint has of one."""
+    """The size of a trainer's optimizer state; None if there is none."""
     if not (of_megatron(reader) or of_trainer(reader)):
         return None
     try:
@@ -144,7 +145,8 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
 
 
 def _coded(reader: Reader) -> dict[str, Any] | None:
-    """How codes of weights are spelled, or were before they became values; how many share scales in which way."""
+    """How weights are encoded, or were before they became values, and how many weights share scales in each way; None
+    if they never were."""
     coded = stored_weight_encodings(reader)
     if coded is None:
         return None
@@ -159,7 +161,7 @@ def _coded(reader: Reader) -> dict[str, Any] | None:
 
 
 def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
-    """Who shares a scale, in a few words."""
+    """What shares a scale, in a few words."""
     if block[0] >= spec.rows and block[1] >= spec.columns:
         return "tensor"
     return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
@@ -189,7 +191,8 @@ def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
 
 
 def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
-    """None for a checkpoint of which too much is missing to say."""
+    """Whether FP8 state was recorded with the checkpoint's weights; None if too much of the checkpoint is missing to
+    tell."""
     try:
         return is_of_weights(states, digest_weights(reader), reader)
     except PrecisionctlError:
@@ -269,7 +272,7 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
 
 
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the sizes of a model say; of one that no table here describes, that."""
+    """Rows on the sizes of a model, or one row that says that its family has no table."""
     if "num_layers" not in model:
         return [("table", "none for this family: converts from Hugging Face to Hugging Face only")]
     padding = model["padded_vocab_size"] - model["vocab_size"]
@@ -282,7 +285,7 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:
-    """Parallel sizes as `convert` takes them, but those that are its defaults."""
+    """Parallel sizes as options of `convert`, without those that have their default."""
     defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
     words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")

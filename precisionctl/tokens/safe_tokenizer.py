@@ -63,7 +63,7 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _in_our_words(error: Exception, folder: Path) -> DataError:
-    """What keeps a tokenizer from being loaded, and what helps."""
+    """The error of a tokenizer that does not load, with the cause and what to do, as far as they can be told."""
     for file in sorted(folder.glob("*.json")):
         try:
             json.loads(file.read_bytes())

@@ -205,8 +205,8 @@ class _Known(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """For one reply: where its subject is from, the limits, the most bytes of the reply, and what to `do` if it
-    fails."""
+    """One reply that is asked for: where its subject comes from, for errors; its limits; the most bytes that it may
+    have; and the advice if it fails."""
 
     where: str
     limits: Limits

@@ -105,8 +105,8 @@ def resume(
 
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
-    """Create and lock the run's folder, on the first rank: two runs must not write into one folder. A new one in which
-    nothing was done but locking is removed, where no other rank may be writing into it."""
+    """Create and lock the run's folder, on the first rank: two runs must not write into one folder. If the run fails
+    before anything else is written, a new folder is removed again, unless other ranks may be writing into it."""
     if not world.first:
         world.barrier()
         yield

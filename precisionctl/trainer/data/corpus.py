@@ -118,14 +118,15 @@ def _check_free(out: Path) -> None:
 
 
 def _noted(partial: Path) -> Corpus | None:
-    """What an earlier command has made, by its journal."""
+    """The journal of an earlier command; None if there is none that can be read."""
     with suppress(OSError, ValueError, TypeError):
         return Corpus(**json.loads((partial / _JOURNAL).read_bytes()))
     return None
 
 
 def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
-    """What an earlier command has made of the same data, to which its files are cut; else nothing."""
+    """The Corpus to continue from: what an earlier command made of the same data, with its files cut back to what its
+    journal says; else `begun`, with all files removed."""
     before = _noted(partial)
     if before and before.key == begun.key:
         if before.written:
@@ -145,8 +146,8 @@ def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
 
 
 def _names(made: Corpus) -> tuple[str, ...]:
-    """The files of the result, in the order in which they get their names: the index last, as without it there is no
-    data set."""
+    """The files of the result in the order in which they are renamed. The index comes last: without it there is no data
+    set."""
     return (BIN, IDX) if made.learned is None else (LEARNED, BIN, IDX)
 
 

@@ -101,8 +101,8 @@ def stats_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def remembered(cache: Path | None, name: str, ask: Callable[[], str]) -> str:
-    """The commit of a name, as `ask` said when it was first asked for this folder of tokens: so ranks, and a run that
-    goes on, have the same. Raises DiskProblem, and what `ask` raises."""
+    """The commit of a name on the Hub: what `ask` returned when it was first called for this `cache`, so that all
+    ranks, and a run that continues, use the same one. Raises DiskProblem, and what `ask` raises."""
     if cache is None:
         return ask()
     file = cache / COMMITS
@@ -140,7 +140,8 @@ def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) 
 
 @contextmanager
 def _alone(place: Path, name: str) -> Iterator[None]:
-    """What one process does in a folder of tokens while others wait. Raises DiskProblem for what the system raises."""
+    """A context that one process at a time enters for a folder of tokens. Raises DiskProblem for what the system
+    raises."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         with open_kept(place / name) as lock:

@@ -124,9 +124,10 @@ and of what the allocator cannot use."""
 
 
 def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:
-    """Bytes that FSDP2 has gathered at a time: the layer that computes and the next one in BF16, the gradients of one
-    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time. If it
-    gathers once in an update, all layers in BF16, and of several passes the sums of their gradients in FP32."""
+    """The bytes that FSDP2 holds in gathered form at a time. In BF16: the layer that computes and the next one. In BF16
+    and FP32: one layer's gradients, while they are reduced. All the time: embedding, output layer and their gradients.
+    If it gathers only once per update: all layers in BF16 and, with several passes, the sums of their gradients in
+    FP32."""
     layers = parameters.layers(parallel)
     layer, outside = max(layers), parameters.outside // parallel.tensor
     reduced = 2 * layer + 4 * max(layer, outside)

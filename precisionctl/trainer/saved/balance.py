@@ -17,11 +17,11 @@ from precisionctl.trainer.saved.run_folder import saved_of
 
 
 def balance_of(source: Reader, router: RouterSettings) -> Balance:
-    """What keeps the loads of experts even: what the recipe says, and the rest as the checkpoint has it: the run of
-    ours that wrote it, else Megatron's arguments if they speak of it, else config.json (whatever its
-    `output_router_logits`, which is about what a forward returns).
+    """What keeps the loads of experts even in a run. What the recipe does not set is as in the checkpoint: in the
+    `run.json` of a run of ours, else in Megatron's arguments if they mention it, else in config.json.
+    (`output_router_logits` there plays no role: it is about what a forward returns.)
 
-    Raises RecipeError for what the model has not, and DamagedCheckpoint for values that make no sense.
+    Raises RecipeError for a setting that the model has no use for, and DamagedCheckpoint for values that make no sense.
     """
     said = {key: value for key, value in vars(router).items() if value != "checkpoint"}
     if source.model.moe is None:
