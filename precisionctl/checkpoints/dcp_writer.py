@@ -91,7 +91,7 @@ class DcpWriter:
         tensors, objects = dict(self.placement.stored), dict[str, torch_zip.Span]()
         path, offset = self.placement.free_file, 0
         with open(path, "wb") as file:
-            for place_of, record, shape in self._beside():
+            for place_of, record, shape in self._small_entries():
                 key = ".".join(map(str, place_of))
                 self._paths[key], span = place_of, torch_zip.Span(path, offset, len(record))
                 if shape is None:
@@ -106,7 +106,7 @@ class DcpWriter:
             sidecar.write(self.directory / sidecar.RELATIVE, fp8)
         dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
 
-    def _beside(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
+    def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
         """Yield the optimizer's small entries, each with its path in the state dict, its archive and its shape (None
         for objects): the count of each parameter, a tensor of shape [], and the settings of the groups."""
         prefix = state_name("exp_avg", "")

@@ -175,7 +175,7 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
         "input_scale_inv": scales.input,
     }
     if packing := weight.packing:
-        said["packed"] = _said_of(packing)
+        said["packed"] = _description(packing)
         said["global_scale"] = [scales.global_scale, scales.divides]
         said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
     return said
@@ -213,16 +213,16 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     return WeightEncodings(weights, scales, stored, quantization, files, path, of_weights)
 
 
-def _said_of(packing: Packing) -> list[str | int | None]:
+def _description(packing: Packing) -> list[str | int | None]:
     return [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
 
 
 def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]:
     """The packings that weights of a directory with this `quantization_config` may have, by their description in the
-    file (`_said_of`)."""
+    file (`_description`)."""
     method = recognise({"quantization_config": quantization})
     formats = method.read(quantization).formats if method else ()
-    return {tuple(_said_of(form.packing)): form.packing for form in formats if form.packing}
+    return {tuple(_description(form.packing)): form.packing for form in formats if form.packing}
 
 
 def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:

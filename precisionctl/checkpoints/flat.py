@@ -54,7 +54,7 @@ class EndToEnd:
 
 
 @dataclass(frozen=True)
-class Within:
+class FlatSlice:
     """The elements of `whole` from number `first` on."""
 
     whole: Flat
@@ -101,7 +101,7 @@ class FlatTensor:
         """What each index of its first dimension has."""
         spec = TensorSpec(self.spec.shape[1:], self.spec.dtype)
         for index in range(self.spec.rows):
-            yield FlatTensor(spec, Within(self.flat, index * self.spec.columns))
+            yield FlatTensor(spec, FlatSlice(self.flat, index * self.spec.columns))
 
 
 class FlatTensors:

@@ -117,7 +117,7 @@ class HubName:
                 snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
             )
         except (HTTPError, OSError, HFValidationError) as error:
-            raise self._in_our_words(error) from error
+            raise self._as_our_error(error) from error
         if several:
             self._check_pinned(cached.name)
         without = self._headers_at(cached.name)
@@ -259,7 +259,7 @@ class HubName:
         do = "Is HF_ENDPOINT another server?"
         return EnvironmentProblem(f"the server's answer is not one that the Hub gives: {why}", where=self, do=do)
 
-    def _in_our_words(self, error: Exception) -> PrecisionctlError:
+    def _as_our_error(self, error: Exception) -> PrecisionctlError:
         from huggingface_hub.errors import (
             GatedRepoError,
             HFValidationError,

@@ -247,7 +247,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found: str = _first_said(quantization, "checkpoint_format", "gptq")
+    found: str = _value_of(quantization, "checkpoint_format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
         raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
@@ -259,13 +259,13 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     if quantization.get("zero_point") not in (None, True):
         what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
-    found = _first_said(quantization, "version", "gemm")
+    found = _value_of(quantization, "version", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
 
 
-def _first_said(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
+def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
     """The value of a key of the config, or of `format`, its name in other versions of the tools; else the `usual`
     one."""
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)

@@ -24,7 +24,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
-from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.flat import EndToEnd, FlatSlice, FlatTensor
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
@@ -218,7 +218,7 @@ def _moments(
                 whole = _joined(found, unit[0], (count * len(states),))
                 for name, end, size in zip(unit, accumulate(sizes), sizes, strict=True):
                     spec = TensorSpec(parameters[name].shape, whole.spec.dtype)
-                    tensors[name] = FlatTensor(spec, Within(whole.flat, end - size))
+                    tensors[name] = FlatTensor(spec, FlatSlice(whole.flat, end - size))
             return tensors
     what = f"an optimizer of {len(numbers)} parameters or units, which are none of this model's"
     raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)

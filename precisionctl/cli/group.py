@@ -105,7 +105,7 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
+        with _verbosity(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
             _download(ctx, headers=self.headers_do(ctx.params))
             return super().invoke(ctx)
 
@@ -136,7 +136,7 @@ def repository_of(ctx: click.Context, parameter: str) -> str | None:
 
 
 @contextmanager
-def _told(*, quiet: bool, verbose: bool) -> Iterator[None]:
+def _verbosity(*, quiet: bool, verbose: bool) -> Iterator[None]:
     """A context that prints less if `quiet`, and shows the package's log if `verbose`."""
     with ExitStack() as until:
         if quiet:
@@ -181,12 +181,12 @@ class Commands(click.Group):
                 raise
             from precisionctl import console
 
-            told = in_our_words(error)
-            console.show_error(told)
+            ours = as_our_error(error)
+            console.show_error(ours)
             if ctx.meta[_JSON]:
-                kind = type(told).__name__
-                print_json({"error": {"kind": kind, "what": told.what, "where": told.where, "do": told.do}})
-            ctx.exit(2 if isinstance(told, RecipeError) else 1)
+                kind = type(ours).__name__
+                print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
+            ctx.exit(2 if isinstance(ours, RecipeError) else 1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their registration, not of the alphabet
@@ -220,7 +220,7 @@ def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.No
     return click.NoSuchOption(error.option_name, f"No such option '{error.option_name}'. {nearest}".rstrip(), ctx=ctx)
 
 
-def in_our_words(error: Exception) -> PrecisionctlError:
+def as_our_error(error: Exception) -> PrecisionctlError:
     """An error of any kind as one of our own errors."""
     if isinstance(error, PrecisionctlError):
         return error

@@ -69,7 +69,7 @@ def for_engine(request: Request, source: Source) -> Result:
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme)
     if scheme in FIXED_INPUTS:
-        notes += input_scale_notes(known.current, request.fp8_state, file_told=True)
+        notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # of outdated state the scheme has told
     policy = in_scheme(
         source.plan,

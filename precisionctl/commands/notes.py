@@ -45,15 +45,15 @@ _NAMES = {
 """Whose names a family has, where not Megatron-Core's."""
 
 
-def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
-    """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
+def family_notes(reader: Reader, to: Layout, *, named: bool) -> Iterator[str]:
+    """Notes on the source's family, and that it was guessed, unless the command named it (`named`)."""
     model = reader.model
     table = table_of(model)
     if to == "megatron" and table.names_by != "Megatron-Core":
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
-    if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
+    if to == "hf" and of_megatron(reader) and not named and not reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
             yield (
@@ -285,12 +285,12 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
         yield f"{weights} {transposed.words}. There is no way back to those codes."
 
 
-def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
-    """Notes on where an export's fixed input scales come from: `file` (that of --fp8-state; no note if `file_told`,
+def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_is_noted: bool = False) -> Iterator[str]:
+    """Notes on where an export's fixed input scales come from: `file` (that of --fp8-state; no note if `file_is_noted`,
     because `KnownState.notes` say it already), else the FP8 state `recorded`, else the fixed scales of the source's
     codes."""
     if file:
-        yield from () if file_told else (f"Input scales are those of {file}.",)
+        yield from () if file_is_noted else (f"Input scales are those of {file}.",)
     elif recorded:
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collector() -> Iterator[None]:
     """A context without Python's cyclic garbage collector. It would scan a plan's objects again and again: hundreds of
     thousands, none of them garbage. That would take a quarter of the time of planning."""
     collects = gc.isenabled()
@@ -29,7 +29,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@_without_garbage_collector()
 def plan_command(request: Request) -> PlannedCommand:
     """Plan a request. If FP8 weights are asked for without a target, they get the codes that they had before, if these
     are known; else those of an export.

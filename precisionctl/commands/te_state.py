@@ -47,7 +47,7 @@ def with_te_state(request: Request, source: Source) -> Result:
     states = _of_gemms(request, source)
     notes = [
         *source.known.notes,
-        *input_scale_notes(recorded, request.fp8_state, file_told=True),
+        *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
         *left_behind_notes(reader),
         *missing_notes(reader),
         *adapter_notes(reader),

@@ -83,7 +83,7 @@ class Encoder:
         Raises PrecisionError for an infinite weight.
         """
         seen = self._first_pass(encode, pieces)
-        made = {name: self._made(name, found, encode) for name, found in seen.items()}
+        made = {name: self._encoding_of(name, found, encode) for name, found in seen.items()}
         searched = {name for name, found in seen.items() if found.searches}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
@@ -157,7 +157,7 @@ class Encoder:
         fp32 = self._specs[scales.weight].dtype == DType.float32
         return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
-    def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
+    def _encoding_of(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
         """The encoding of a tensor after the first pass. The parts that are final by now are written."""
         dtype = scale_dtype(self._specs[encode.weights[name].weight].dtype)
         encoding = found.encoding(dtype.torch, encode.numbers)

@@ -36,8 +36,8 @@ class _NoStream:
 def stand_ins() -> Iterator[None]:
     """A context in which megatron-core trains correctly, also on a CPU and with PyTorch's Adam. Functions that are
     replaced stay so in this process."""
-    let_adam_of_pytorch_be_loaded()
-    _mend_padding()
+    support_pytorch_adam()
+    _fix_padding_mask()
     with contextlib.nullcontext() if torch.cuda.is_available() else without_cuda():
         yield
 
@@ -52,7 +52,7 @@ def without_cuda() -> Iterator[None]:
 
 
 @cache
-def _mend_padding() -> None:
+def _fix_padding_mask() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     count_loads = TopKRouter._apply_expert_bias
@@ -105,7 +105,7 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 @cache
-def let_adam_of_pytorch_be_loaded() -> None:
+def support_pytorch_adam() -> None:
     """Let a checkpoint be loaded into PyTorch's Adam, which Megatron uses without Transformer Engine and Apex. That
     Adam has no state before its first step, and counts updates for each parameter, where a checkpoint has one count for
     all."""

@@ -56,13 +56,13 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
             _cut(folder / name, lambda key, _: key in _OF_THE_TOKENIZER or key.endswith("_token"))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file can make the libraries raise nearly anything
-        raise _in_our_words(error, folder) from None
+        raise _load_error(error, folder) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(tokenizer.eos_token_id, int):
         raise DataError("the checkpoint's tokenizer has no end-of-text token", do="Set eos_token in its config.")
     return tokenizer
 
 
-def _in_our_words(error: Exception, folder: Path) -> DataError:
+def _load_error(error: Exception, folder: Path) -> DataError:
     """The error of a tokenizer that does not load, with the cause and what to do, as far as they can be told."""
     for file in sorted(folder.glob("*.json")):
         try:

@@ -52,13 +52,13 @@ class Factors:
     def of(self, change: LowRank) -> tuple[Tensor, Tensor]:
         """`left` [rows, rank] and `right` [rank, columns]: the change is `scale * left @ right`."""
         if self._last is None or self._last[0] != change:
-            self._last = (change, *self._made(change))
+            self._last = (change, *self._read(change))
         return self._last[1:]
 
     def magnitude(self, name: str) -> Tensor:
         return read_tensor(self._adapter, name).float()
 
-    def _made(self, change: LowRank) -> tuple[Tensor, Tensor]:
+    def _read(self, change: LowRank) -> tuple[Tensor, Tensor]:
         if self._stored.keys() != {change.a, change.b}:
             self._stored = {name: read_tensor(self._adapter, name).float() for name in (change.a, change.b)}
         a, b = self._stored[change.a], self._stored[change.b]

@@ -131,7 +131,7 @@ _COMPARED = 64
 """Elements, or one row."""
 
 
-def held_against_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
+def compare_with_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
     """Compare FP32 masters with the weights in `states`. Returns the number of masters that have a weight, and the
     names of those whose first rows, rounded, are not the weight's.
 

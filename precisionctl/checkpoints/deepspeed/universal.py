@@ -13,8 +13,8 @@ from typing import Any
 from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
+    compare_with_module,
     dealt_frozen,
-    held_against_module,
     plain_groups,
     rank_files,
     read_states,
@@ -68,8 +68,8 @@ def read_universal(directory: Path) -> SavedStates:
             (weights if kind == FP32 else moments[kind])[folder.name] = tensor
             files.append(path)
     if states:
-        differing = held_against_module(frozen, states)[1]
-        compared, others = held_against_module({folder.name: weights[folder.name] for folder in trained}, states)
+        differing = compare_with_module(frozen, states)[1]
+        compared, others = compare_with_module({folder.name: weights[folder.name] for folder in trained}, states)
         if differing or len(others) > compared // 2:
             what = f"FP32 masters are not those of the weights, `{(differing or others)[0]}` for one"
             raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")

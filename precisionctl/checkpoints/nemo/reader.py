@@ -103,7 +103,7 @@ class NemoSharded(_Nemo, TorchDistReader):
             raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
         self._check_text(index.tensors)
         self._optimizer_beside = None
-        self._take(index)
+        self._set_up(index)
 
     def _whole(self, name: str) -> Span:
         """All of a file in `model_weights`."""
@@ -147,7 +147,7 @@ class NemoRanks(_Nemo, LegacyReader):
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
         self._check_text(name for rank in ranks for name in rank.content["model"])
-        self._take(Parallelism(tensor, pipeline), ranks)
+        self._set_up(Parallelism(tensor, pipeline), ranks)
 
     @property
     def files(self) -> Sequence[Path]:

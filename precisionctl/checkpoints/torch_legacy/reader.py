@@ -79,9 +79,9 @@ class LegacyReader(MegatronDirectory):
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         self.hints = hints
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
-        self._take(*read_ranks(self.path))
+        self._set_up(*read_ranks(self.path))
 
-    def _take(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
+    def _set_up(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
         """Set everything that follows from what the ranks saved. `path` and `hints` are set before."""
         self.parallelism, self._ranks = parallelism, ranks
         self._first = self._ranks[0].content

@@ -101,7 +101,7 @@ def make_corpus(
                 begun = Corpus(key_of(source.identity, tokenizers[0]), code)
                 made = _begin(partial, out, begun)
                 if not made.written:
-                    made = _write(partial, made, _told(source.records(), on_text), tokenizers)
+                    made = _write(partial, made, _counting_text(source.records(), on_text), tokenizers)
                 if not made.signal:
                     _finish(partial, out, made)
             except DataError:
@@ -213,7 +213,7 @@ def _finish(partial: Path, out: Path, made: Corpus) -> None:
     shutil.rmtree(partial)
 
 
-def _told(rows: Iterator[Record], on_text: Callable[[int], None]) -> Iterator[Record]:
+def _counting_text(rows: Iterator[Record], on_text: Callable[[int], None]) -> Iterator[Record]:
     for record in rows:
         on_text(sum(len(str(value)) for value in record.row.values()))
         yield record

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
-from precisionctl.trainer.data.store import remembered
+from precisionctl.trainer.data.store import known_commit
 from precisionctl.untrusted.safe_files import leads_out
 
 HUB = "hf://datasets/"
@@ -74,10 +74,10 @@ class HfDataset:
         if not self.on_hub or (self.revision and _COMMIT.fullmatch(self.revision)):
             return self
         name = f"{self.place}@{self.revision or 'main'}"
-        return replace(self, revision=remembered(cache, name, self._commit))
+        return replace(self, revision=known_commit(cache, name, self._commit))
 
     def _commit(self) -> str:
-        with self._in_our_words():
+        with self._our_errors():
             found = self._builder().hash
         if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which tokens are used again
             raise EnvironmentProblem("the Hub does not say which commit it is", where=self, do="Is it online?")
@@ -85,7 +85,7 @@ class HfDataset:
 
     def records(self) -> Iterator[Record]:
         """All rows, in the order that the library has. Raises as `pinned`."""
-        with self._in_our_words():
+        with self._our_errors():
             builder = self._builder()
             self._check(builder)
             rows = builder.as_streaming_dataset(split=self.split)
@@ -94,7 +94,7 @@ class HfDataset:
             each = iter(rows)
         number = 0
         while True:
-            with self._in_our_words():
+            with self._our_errors():
                 row = next(each, None)
             if row is None:
                 return
@@ -122,7 +122,7 @@ class HfDataset:
                 raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
 
     @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
+    def _our_errors(self) -> Iterator[None]:
         try:
             yield
         except PrecisionctlError:
