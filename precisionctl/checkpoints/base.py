@@ -34,7 +34,7 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 """Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
 
 
-@dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
+@dataclass(frozen=True, slots=True)  # a large checkpoint has hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
     `[shape[0], product of the rest]`; of codes of four bits columns are bytes (`TensorSpec.width`)."""

@@ -99,7 +99,7 @@ _PLAIN = {
     _METADATA: ("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     _FILESYSTEM: ("_StorageInfo",),
     _PLANNER: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    "pathlib": ("PosixPath",),  # of the directory that was written
+    "pathlib": ("PosixPath",),  # the path of the directory that was written
 }
 _ALLOWED = _Allowed(
     {

@@ -160,8 +160,8 @@ class DcpModelReader(TrainerDirectory):
         """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
         if (step := trainer_step(self.path)) is not None:
             return step
-        with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
-            return self._optimizer.updates(self.path)  # without settings, which take a read each
+        with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
+            return self._optimizer.updates(self.path)  # not `trainer_run`: each setting would take a read
         return None
 
     @property

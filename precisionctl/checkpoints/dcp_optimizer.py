@@ -27,7 +27,7 @@ from precisionctl.checkpoints.trainer_run import (
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 
-_INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
+_INSIDE = r"(?:[^.]+\.){0,2}?"  # the keys under which a program saves model and optimizer
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")

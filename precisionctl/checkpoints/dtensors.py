@@ -55,7 +55,7 @@ def rebuilt(arguments: Any, state: Any) -> RankShard:
     _, _, size, *_ = arguments
     attributes = state[1]
     placements = attributes["_spec"].fields["placements"]
-    if type(placements) not in (tuple, list) or len(placements) > MOST_DIMENSIONS:  # they may be those of many tensors
+    if type(placements) not in (tuple, list) or len(placements) > MOST_DIMENSIONS:  # many tensors can share it
         raise ValueError(f"a DTensor placed as {shown(placements)}")
     cuts = [one for one in placements if type(one) is not Replicated]
     if len(cuts) > 1 or any(type(one) is not Sharded or type(one.dim) is not int or one.dim != 0 for one in cuts):

@@ -111,7 +111,7 @@ class HubName:
             except (ConnectionError, TimeoutError, HTTPError) as error:
                 if not unreachable(error):
                     raise
-            # without a list of files: what is missing, the directory's Reader says
+            # the Hub cannot list its files now; if some are missing, the directory's Reader says so
             config = ["config.json", "adapter_config.json"]
             cached = Path(
                 snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
@@ -164,7 +164,7 @@ class HubName:
                     allow_patterns=[escape(name) for name in names],
                     tqdm_class=tqdm if progress else Silent,
                 )
-            if Path(found).name == commit:  # else the branch moved between the two
+            if Path(found).name == commit:  # else the branch moved between the two requests
                 lengths = {name: sizes[name] for name in only_headers}
                 return self._with_headers(Path(found), names, lengths) if lengths else Path(found)
         do = f"Name a commit: {self.repo}@{commit}"
@@ -179,7 +179,7 @@ class HubName:
     def _with_headers(self, snapshot: Path, names: Sequence[str], lengths: Mapping[str, int]) -> Path:
         """A directory with these files of a snapshot, and the headers of files of these lengths. Raises
         DamagedCheckpoint where a header cannot be one."""
-        import shutil  # with the next ones a tenth of what `--help` takes
+        import shutil  # with the next two, a tenth of the time of `--help`
         import tempfile
         from concurrent.futures import ThreadPoolExecutor
 
@@ -194,7 +194,7 @@ class HubName:
                 shutil.copyfile(snapshot / name, made / name)
             left, weights = LARGEST, list(lengths)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                for begin in range(0, len(weights), _AT_ONCE):  # what is queued is asked for after an error too
+                for begin in range(0, len(weights), _AT_ONCE):  # queued requests are still made after an error
                     together = weights[begin : begin + _AT_ONCE]
                     headers = pool.map(lambda name: self._header(name, snapshot.name), together)
                     for name, header in zip(together, headers, strict=True):
@@ -212,7 +212,7 @@ class HubName:
             try:
                 made.rename(target)
             except OSError:
-                if not target.exists():  # else another process asked for the same
+                if not target.exists():  # else another process has made the same directory
                     raise
         return target
 

@@ -146,7 +146,7 @@ class HuggingFaceReader:
             return self.fp8.iteration if self.fp8 else None
         if (step := trainer_step(self.path)) is not None:
             return step
-        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+        with suppress(CheckpointError):  # an optimizer that can only be dropped
             return self.trainer_run.updates
         return None
 
@@ -163,7 +163,7 @@ class HuggingFaceReader:
     @property
     def unread(self) -> str:
         """In words, an optimizer that has no state; empty if there is none."""
-        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+        with suppress(CheckpointError):  # an optimizer that can only be dropped
             if self._optimizer and not self.optimizer_specs:
                 return f"{numbered_optimizer.FILE}, which has groups of parameters and no state of any"
         return ""

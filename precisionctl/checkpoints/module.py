@@ -94,7 +94,7 @@ class LazyTensors(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # so that there are never two in memory
+            self._last = None  # frees the last one first, so that there are never two in memory
             self._last = name, self._makers[name]()
         return self._last[1]
 

@@ -98,7 +98,7 @@ _BUCKETS = (
 """How many buckets a std::unordered_set of libstdc++ takes as it grows; it has as many elements at most."""
 
 
-@functools.lru_cache(1)  # of the archives of many ranks, one after the other
+@functools.lru_cache(1)  # many ranks have archives with the same names, written one after the other
 def _hash_of_names(names: tuple[str, ...]) -> int:
     """The hashes of all names, combined in the order in which a std::unordered_set goes through them: the bucket that
     was filled last comes first, and in a bucket the name that was put there last."""

@@ -70,7 +70,7 @@ def for_engine(request: Request, source: Source) -> Result:
     form = _format(request, source, engine, scheme)
     if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
-    notes += known.notes  # of outdated state the scheme has told
+    notes += known.notes  # no note on outdated state: the choice of the scheme names it
     policy = in_scheme(
         source.plan,
         source.states,
@@ -141,7 +141,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     now = source.encodings_now
     if scheme == "block" and now is not None and (in_powers_of_2(now) or all_mxfp4(now)):
-        numbers = "powers of 2"  # which MXFP4 needs to stay what it is
+        numbers = "powers of 2"  # so that values of MXFP4 stay exact
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
 
 

@@ -251,7 +251,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
             "--fp8-state uses it."
         )
     modules = change.states.modules
-    waiting = [  # modules with other roles to record; the weight is left out, as one of zeros never has a history
+    waiting = [  # modules with other roles to record; weights do not count, as a weight of zeros never has a history
         name
         for name in change.from_weights
         if not all(modules[name].roles[role].recorded for role in IN_USE if role != "weight")

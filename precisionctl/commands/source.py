@@ -81,7 +81,7 @@ def open_source(request: Request) -> Source:
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
-        encodings = None  # engines read such codes as they were released, and no others of these weights
+        encodings = None  # engines read these codes only as they were released
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
         trained = reader
@@ -150,7 +150,7 @@ def open_hinted(
             raise RecipeError(what, where=reference, do="Give another one.")
     elif companions and not architecture and "config.json" in own.files:
         _check_same_model(reader, companions, reference)
-        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # as it says all itself
+        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # it needs nothing from the reference
     elif architecture and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
@@ -181,7 +181,7 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
         return
     model, other = (read_model(config, where, reader.specs) for config, where in configs)
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
-        differing = ["config.json"]  # of which no table says what changes nothing
+        differing = ["config.json"]  # no table says which of its keys change nothing
     else:
         differing = [*model.differences(other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
     if differing:

@@ -79,8 +79,8 @@ _BLOCK = 17
 def worker_memory(plan: Plan) -> int:
     """The most bytes that one worker allocates while it carries out a plan."""
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
-    # Tensors that are computed, not moved, are in memory whole, read and made; with Megatron's in between if both sides
-    # are Hugging Face's
+    # A job that computes has whole tensors in memory: those it read and those it made. Between two Hugging Face
+    # directories, Megatron's are made in between.
     copies = 4 if plan.source == plan.target else 2
     computed = [
         copies * WIDEST * sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)

@@ -101,10 +101,10 @@ class Encoder:
             if name in changed:
                 now = encoding.of_rows(first, len(values))
                 changed[name] += self._changed(name, row, codes, values, seen[name], now)
-            if name in underflows:  # of sixteen numbers zero is one that many values become
+            if name in underflows:  # with only sixteen numbers, many values become zero anyway
                 underflows[name].see(values, codes)
             self._put(name, row, codes)
-        self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
+        self.found.zeroed |= {name: each.share for name, each in underflows.items() if each.share > UNDERFLOW}
         self.found.changed |= changed
         self.put_input_scales(encode)
 

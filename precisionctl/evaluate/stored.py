@@ -144,7 +144,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         inputs: InputQuantizer | None
         if packing := packed.get(job.reads[0]):
             inputs = _four_bit_inputs(reader, job, packing, device)
-            if inputs is None:  # values meet inputs as they are, in engines too
+            if inputs is None:  # engines do not cast the inputs of a weight that is values
                 kinds[f"weights from {packing.name}"] = None
                 continue
             weight = _stored_blocks(reader, job, plan, device)

@@ -190,7 +190,7 @@ class InScheme:
             return {}
         amax = torch.stack([self.inputs[job.module] for job in group]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
-        of_groups = self.format.scheme in FOUR_BITS  # global ones are loaded as they are
+        of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
         numbers = "FP32" if of_groups else self.format.numbers
         return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
@@ -211,7 +211,8 @@ class InScheme:
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
         if self.format.method.name in _MATCHED_BY_PART:
             codes = "\n".join(coded)
-            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]  # a glob: no part of a name
+            # As a glob, a name that is part of another one matches only itself
+            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
@@ -231,7 +232,7 @@ Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 
 def served(plan: Plan, ranks: int) -> ServingLayout:
     """How a plan's model is laid out on this many GPUs."""
-    if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
+    if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
     return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 

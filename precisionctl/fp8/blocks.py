@@ -152,7 +152,7 @@ class BlockScales:
         if self.lowest is not None and self.highest is not None and self.zeros is not None:
             return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
         if self.divides is not None or self.element == INT4:
-            new = self.candidate  # all of them fit, or others are searched
+            new = self.candidate  # all carried scales fit, or `searched` replaces those that do not
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
         else:

@@ -170,6 +170,6 @@ def unpack(packed: Tensor) -> Tensor:
 def _pairs(form: NibbleFormat, device: torch.device) -> Tensor:
     """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64
     then copies both at once."""
-    with torch.inference_mode(False):  # or it would be of no use outside
+    with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
         numbers = torch.tensor(NUMBERS[form], device=device)
         return numbers[unpack(torch.arange(256, dtype=torch.uint8, device=device)).int()].view(torch.float64)

@@ -50,7 +50,7 @@ def load(run: CoreRun, iteration: Path, updates: int | None) -> None:
         return
     chained, state = run.optimizer.chained_optimizers, loaded["core_optimizer"]
     for one, saved in zip(chained, [state] if len(chained) == 1 else [state[n] for n in sorted(state)], strict=True):
-        # Groups as this run has them: all that a checkpoint says of them here is the count
+        # The run's own parameter groups: only the count of updates is taken from the checkpoint
         groups = [{k: v for k, v in group.items() if k != "params"} | {"step": updates} for group in one.param_groups]
         saved |= {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
         one.load_state_dict(saved)

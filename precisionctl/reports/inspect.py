@@ -139,7 +139,7 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
         return None
     try:
         specs = reader.optimizer_specs
-    except CheckpointError as error:  # of the rest there is something to say all the same
+    except CheckpointError as error:  # the rest of the checkpoint can be described all the same
         return {"unreadable": str(error)}
     return {"tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs.values())} if specs else None
 

@@ -106,7 +106,7 @@ class Losses:
     def remark(self) -> str:
         """In words, what is worth knowing of codes that do represent the values."""
         if self.four_bits:
-            return ""  # of sixteen numbers nothing better is to be expected
+            return ""  # sixteen numbers cannot do better
         nonzero = self.total.underflows / max(1, self.total.elements)
         if max(nonzero, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))

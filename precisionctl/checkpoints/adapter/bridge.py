@@ -37,12 +37,12 @@ _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
 _KINDS = ("LoRA", "CanonicalLoRA")
 _KNOWN = frozenset({
     "_target_", "dim", "alpha",
-    # which linears it is for, which the tensors say
+    # which linears it adapts: its tensors say that themselves
     "target_modules", "exclude_modules", "canonical_mapping", "params_to_save",
-    # how it was trained, and its first values made
+    # how it was initialised and trained
     "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_experimental",
     "sequence_parallel_input_regather",
-    # of experts, whose adapters are refused
+    # about experts, whose adapters are refused
     "normalize_moe_lora", "share_expert_adapters", "experts_shared_outer_loras",
 })  # fmt: skip
 _EXPORT = (
@@ -121,7 +121,7 @@ class _Factors:
             what = f"`{b}` was saved by several tensor-parallel ranks: Bridge cuts it in two then, like gate and up"
             raise MappingError(what, do="Load it in Bridge at the same sizes, and export it there.")
         rows = [moved[:, 0] for moved in row.split(np.arange(size)[:, None], model)]
-        if part:  # of which the factor has the rows alone, in the order that they have in the fused weight
+        if part:  # the factor has this part's rows alone, in their order in the fused weight
             here = _PARTS[part][0]
             hf, rows = (hf[here],), [np.argsort(np.argsort(rows[here]))]
         stored = self._saved.specs

@@ -22,14 +22,14 @@ _READ = frozenset({
     "init_lora_weights", "target_modules", "target_parameters",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
-    # whose it is, and how it was trained
+    # where it is from, and how it was trained
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying",
-    # how its first values were made
+    # how it was initialised
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    # which tensors it has, which the tensors say themselves
+    # which tensors it has: they say that themselves
     "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
-    # of something that is switched off: `use_qalora`
+    # only read with `use_qalora`, which is refused
     "qalora_group_size",
 })  # fmt: skip
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")

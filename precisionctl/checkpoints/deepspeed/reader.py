@@ -59,7 +59,7 @@ class DeepSpeedReader(SavedStatesReader):
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
         saved = replace((read_universal if universal else read_zero)(directory), left=("loss scaler",))
-        # Of a step's directory config and tokenizer are in the folder of the run
+        # The folder of the run, which has the config and tokenizer if `path` is a step's directory
         super().__init__(path, hints, "a checkpoint of DeepSpeed", directory, saved, directory.absolute().parent)
 
 

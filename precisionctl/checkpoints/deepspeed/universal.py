@@ -53,7 +53,7 @@ def read_universal(directory: Path) -> SavedStates:
     trained: list[Path] = []
     frozen = dict[str, FlatTensor]()
     for folder in folders:
-        if folder.name in weights:  # whatever no optimizer has is there again in FP32
+        if folder.name in weights:  # parameters that no optimizer has are stored a second time, in FP32
             frozen[folder.name] = _tensor(folder / f"{FP32}.pt", directory, weights[folder.name].spec.shape)
             if has_file(folder / f"{MOMENTS[0]}.pt", directory):
                 what = "a parameter that the model's states say is frozen has moments"

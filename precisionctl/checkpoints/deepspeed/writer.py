@@ -74,8 +74,8 @@ class DeepSpeedWriter:
         step = torch_zip_writer.dump(count)
         for folder in trained:
             (folder / "step.pt").write_bytes(step)
-        # Decay stays what each group of the run has: ZeRO 3 gives all groups the settings of the first, and of ZeRO 1
-        # and 2 each group needs some here, or its parameters are passed over
+        # Without weight decay, which each group keeps from the run that loads this: ZeRO 3 gives all groups the
+        # settings of the first. ZeRO 1 and 2 skip the parameters of a group that has no settings here.
         settings = {key: one for key, one in self._run.settings.items() if key in ("lr", "betas", "eps")}
         group = settings | {"params": []}
         optimizer = {

@@ -105,7 +105,7 @@ def make_corpus(
                 if not made.signal:
                     _finish(partial, out, made)
             except DataError:
-                if not ((noted := _noted(partial)) and noted.tokens):  # there is nothing to go on from
+                if not ((noted := _noted(partial)) and noted.tokens):  # nothing is there to continue from
                     shutil.rmtree(partial)
                 raise
         return made

@@ -79,7 +79,7 @@ class HfDataset:
     def _commit(self) -> str:
         with self._our_errors():
             found = self._builder().hash
-        if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which tokens are used again
+        if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which cached tokens are used
             raise EnvironmentProblem("the Hub does not say which commit it is", where=self, do="Is it online?")
         return found
 
