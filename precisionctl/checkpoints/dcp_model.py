@@ -47,7 +47,8 @@ _INSIDE_MODEL = (
     "module.",
     "_orig_mod.",
 )
-"""What comes next where `model.`, or the name of an application's own dict, is not the model's."""
+"""The beginnings of names inside a model. If one of them follows `model.`, or the key of a program's own dict, that is
+a wrapper's and not the model's own."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
 

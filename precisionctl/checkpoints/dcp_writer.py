@@ -24,7 +24,7 @@ PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
 
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""torch.optim.AdamW's own settings, for those that nobody stored."""
+"""torch.optim.AdamW's defaults, for settings that the source does not store."""
 
 _SWITCHES: dict[str, Any] = {
     "amsgrad": False,
@@ -35,7 +35,7 @@ _SWITCHES: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What else a parameter group of torch.optim.AdamW has."""
+"""The other keys of a parameter group of torch.optim.AdamW."""
 
 _UNDECAYED = {"weight_decay": 0.0}
 

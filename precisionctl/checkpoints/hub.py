@@ -37,7 +37,8 @@ _FIRST_REQUEST = 100_000
 """Bytes of a file that are asked for first: of most files the header is in them (as in huggingface_hub)."""
 _AT_ONCE = 8
 _HTTP_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
-"""Those that versions of the Hub's client, `datasets` and fsspec ask through. Their errors have no class in common."""
+"""The HTTP libraries that versions of the Hub's client, `datasets` and fsspec use. Their errors have no common
+class."""
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,18 @@ _MODULES = (
     *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
-"""The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but
-for `ORDERS`."""
+"""The names of modules and parameters in transformers' classes. Those of one module are in the order in which it
+defines them, except for `ORDERS`."""
 
 TIED = "lm_head.weight"
-"""The output layer, which some save beside the embeddings that it is tied to."""
+"""The output layer, which some checkpoints store although it is tied to the embedding."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
 ORDERS: Sequence[Mapping[str, str]] = ({}, {"experts": "router"}, {"q_norm": "q_proj", "k_norm": "q_norm"})
-"""Modules that some classes have elsewhere, each directly behind another one: experts before a router's `gate`, Gemma
-4's norms before the key projection."""
+"""Modules that come at another place in some classes, each directly behind another module: experts before a router's
+`gate`, Gemma 4's norms before the key projection."""
 
 
 def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:

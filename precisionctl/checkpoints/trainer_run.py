@@ -20,14 +20,14 @@ from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
 NO_COUNT = "nothing says how many updates the optimizer made"
-"""Of an optimizer without Adam's count: no other optimizer can continue without it."""
+"""The error for an optimizer without AdamW's count, with which no other optimizer can continue."""
 
 DIFFERENT_COUNTS = "its parameters had different numbers of updates"
-"""Of an optimizer that has counted each parameter's updates by itself: one count has no place for it."""
+"""The error for an optimizer whose parameters have different counts, where the result has one count for all."""
 
 NO_SCHEDULE = "the schedule of learning rates, whose kind is not stored"
 OF_THE_LOOP = ("random generators", "the order of data")
-"""What stays behind of any other trainer's run, as `TrainerRun.left`."""
+"""What is never carried over from another trainer's run, for `TrainerRun.left`."""
 
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROOM = 4 << 20
-"""Bytes of codes that are kept of a weight, so that what reads rows does not read each column's few bytes by itself."""
+"""Bytes of a weight's codes that are cached. Without, reading rows would read a few bytes of each stored row at a
+time."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ each of eight outputs is."""

@@ -40,7 +40,7 @@ _LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
 _WHAT = "not what verl writes"
 
 RankParts = Sequence[tuple[Path, Any]]
-"""What each rank of one copy of the model has of a tensor, with the file that it is in."""
+"""For each rank of one copy of the model, the file and the rank's part of a tensor."""
 
 
 def recognise(path: Path) -> bool:

@@ -15,9 +15,9 @@ from precisionctl.quant_methods.base import EXPONENTS, Scales
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "exact", "in reach", "rounded"]
-"""What becomes of codes whose values have not changed. `same`: they are the same; `exact`: others, of the same values;
-`in reach`: that too, as far as E4M3 reaches from the largest of a block down (from 6 * 2^6 to 2^-9); `rounded`: values
-are rounded once more."""
+"""What happens to codes whose values have not changed. `same`: the codes stay. `exact`: new codes for the same values.
+`in reach`: the same, except for values that E4M3 does not reach from the largest one of a block down (from 6 * 2^6 to
+2^-9). `rounded`: values are rounded once more."""
 
 _IN_WORDS: Mapping[EdgeKind, str] = {
     "same": "the same codes again, where values and global scales are unchanged",

@@ -151,8 +151,8 @@ class WeightFormat:
 
 
 _MATCHED_BY_PART = ("modelopt",)
-"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignore_lists.py`,
-by_part_or_glob): a router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any
+"""Methods in which a module is also left out if its name contains an ignored name (`engines/ignore_lists.py`,
+by_part_or_glob). A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), and a head `output` any
 `output.dense`."""
 
 
@@ -223,11 +223,12 @@ _SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
 """Schemes with one scale, or one global scale, for all of a weight."""
 
 Refusal = Callable[[str, TensorSpec], str | None]
-"""What an engine has against a weight of this name and shape as FP8; None for nothing."""
+"""A function from a weight's name and spec to why an engine does not take it as FP8; None if it does."""
 
 
 Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
-"""An engine's list of the modules that stay values, the first, as it looks for them, beside the modules of codes."""
+"""A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
+the names that it looks for."""
 
 
 def served(plan: Plan, ranks: int) -> ServingLayout:

@@ -28,7 +28,8 @@ GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098,
 """SQNR of Gaussian weights, and the share of them that become zero: what the steps cost by themselves."""
 
 _ROUNDING = 1 + 2.0**-22
-"""A scale has errors of its own; what they put beyond the largest number has not saturated."""
+"""The relative error of a scale itself. A value that exceeds the largest number by no more than that has not
+saturated."""
 
 
 def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourBitScheme, Loss]:

@@ -27,8 +27,7 @@ NUMBERS: Mapping[NibbleFormat, tuple[float, ...]] = {
 """The number of each code. E2M1 has a negative zero, code 8."""
 
 SCRATCH = 3 * PIECE
-"""Elements of FP32 to work in: what is made of them takes up to four buffers, and twenty calls of PyTorch for each
-piece."""
+"""Elements of FP32 scratch to work in. A piece needs up to four buffers of its size, and twenty calls of PyTorch."""
 
 
 def decode(packed: Tensor, form: NibbleFormat, scales: Tensor, values: Tensor, scratch: Tensor) -> None:

@@ -36,7 +36,7 @@ PIECE = 128 * 1024
 _FP32_MAX = float(np.finfo(np.float32).max)
 _FP32_EXPONENT, _FP32_MANTISSA = 0x7F800000, 0x007FFFFF
 INTEGERS = {1: DType.uint8, 2: DType.int16, 4: DType.int32, 8: DType.int64}
-"""By the bytes of an element: the dtype that shows its bits."""
+"""The integer dtype with an element's bits, by its number of bytes."""
 
 
 def amax(values: Tensor) -> Tensor:

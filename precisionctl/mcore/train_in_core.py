@@ -79,7 +79,7 @@ def _check(plan: RunPlan, ranks: int) -> None:
 
 
 CORE = TrainingEngine(_check, look_ahead_in_core)
-"""Megatron-Core, which need not be installed for it."""
+"""The engine Megatron-Core. Planning a run for it does not need megatron-core."""
 
 
 def require_core() -> None:

@@ -40,7 +40,7 @@ FIXED_INPUTS: tuple[Scheme, ...] = ("static", "nvfp4")
 """Schemes with a fixed scale for the inputs of each weight."""
 
 CODES = DType.float8_e4m3fn
-"""What every engine reads; none takes E5M2 weights."""
+"""The dtype of FP8 weights in exports. Every engine reads it, and none reads E5M2 weights."""
 
 Block = tuple[int | None, int | None]
 """How many rows and columns share a scale; None: all of them."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AS_VALUES = ("gptq", "awq")
-"""Methods whose codes are read as values alone (`checkpoints/transposed_codes.py`)."""
+"""Methods whose codes are only read as values (`checkpoints/transposed_codes.py`)."""
 
 _OTHERWISE = {
     "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
 }
-"""What methods that others know store, in words."""
+"""What is stored under methods that are not read here, in words."""
 
 
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
@@ -143,8 +143,8 @@ def _coded(
 
 
 _BESIDE = ("weight_global_scale", "weight_scale_2", "weight_zero_point", "weight_shape", "pre_quant_scale")
-"""What tools store beside codes of four bits, without which they are other values; the last, of ModelOpt's AWQ, is not
-read."""
+"""Tensors that tools store beside four-bit codes and that are needed to decode them. The last, of ModelOpt's AWQ, is
+not read."""
 
 
 def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:

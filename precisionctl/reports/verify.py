@@ -15,7 +15,8 @@ SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""
 
 FEW = 5
-"""How many of them where settings differ: two models, of which tensors say no more than settings do."""
+"""How many tensors are listed if settings differ, too: then it is two models, and tensors tell no more than settings
+do."""
 
 
 def tables(comparison: Comparison) -> list[Table]:

@@ -150,7 +150,7 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
 
 
 Known = Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
-"""Known states by module and where they are from, in the order of preference."""
+"""States by module, each with its origin, in the order of preference."""
 
 
 def _fitting(

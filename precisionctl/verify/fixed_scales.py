@@ -33,7 +33,7 @@ _TWO_ROUNDINGS = 2.0**-22
 """Relative error of an amax that was stored as a global scale, of which one is a divisor, and computed back from it."""
 
 _SHOWN = 3
-"""How many names a line of missing scales has."""
+"""Names of missing scales that a line shows."""
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ LOWEST_DB = 10.0
 share, or that clip, stay above; a scale that sends every value to zero, or most beyond the largest code, gives 0."""
 
 EXPECTED_DB = 20.0
-"""What the arithmetic above promises of scales that an amax gave; less is told."""
+"""The SQNR that scales from an amax always reach, by the arithmetic above. A lower one is reported."""
 
 TOLD_SHARE = 0.1
-"""The share of nonzero values that became zero, or of values beyond the largest code, from which it is told."""
+"""The share of nonzero values that became zero, or of values beyond the largest code, from which on it is reported."""
 
 NEGLIGIBLE = 2.0**-27
 """Values whose loss is none: under the smallest scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _FACTOR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
-"""Which of how many tensors of Hugging Face a pair of CanonicalLoRA is for."""
+"""For each linear of CanonicalLoRA: the place of its tensor among those of Hugging Face that are fused in Megatron's,
+and their number."""
 _KINDS = ("LoRA", "CanonicalLoRA")
 _KNOWN = frozenset({
     "_target_", "dim", "alpha",

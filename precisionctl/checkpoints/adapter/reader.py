@@ -33,9 +33,9 @@ from precisionctl.untrusted.safe_files import has_file
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
 _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
-"""The levels of nesting at the end of a name. What begins inside of them is not tried: names may have thousands."""
+"""The levels of nesting at the end of a name. A match does not begin inside of them: names can have thousands."""
 _EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""The matrices of one expert that transformers joins in a parameter of all of them, one below the other."""
+"""For each parameter of all experts in transformers, the matrices of one expert that it joins, one below the other."""
 _VALUES = (DType.float32, DType.bfloat16, DType.float16)
 _LARGEST_RANK = 4096
 

@@ -128,7 +128,7 @@ def dealt_frozen(first: ModelStates, paths: Sequence[Path], where: Path) -> dict
 
 
 _COMPARED = 64
-"""Elements, or one row."""
+"""Elements of each tensor that are compared; at least one row."""
 
 
 def compare_with_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:

@@ -31,7 +31,7 @@ from precisionctl.untrusted.safe_files import has_file
 ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 FP32 = "fp32"
-"""The file of masters, as those of moments are called like their kinds."""
+"""The name of the file of masters; files of moments are named like their kinds."""
 
 
 def is_universal(directory: Path) -> bool:

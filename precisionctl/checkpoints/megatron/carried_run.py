@@ -62,7 +62,7 @@ class CarriedRun:
 NO_RUN = CarriedRun()
 
 ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron alone"
-"""Of an optimizer with Muon, for whatever takes none."""
+"""Why an optimizer with Muon cannot be converted to other formats."""
 
 
 class MegatronReader(Reader, Protocol):

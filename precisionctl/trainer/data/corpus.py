@@ -30,7 +30,7 @@ from precisionctl.trainer.data.tokenize import tokenize
 from precisionctl.trainer.stopping import stop_signals
 
 TOKENS_AT_ONCE = 1 << 24
-"""So many are written between two notes of how far the command has come."""
+"""Tokens that are written between two entries in the journal."""
 
 _JOURNAL, _LENGTHS, _LOCK = "journal.json", "lengths", "lock"
 

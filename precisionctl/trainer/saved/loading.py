@@ -42,7 +42,7 @@ from precisionctl.trainer.saved.run_folder import saved_of
 Load = Literal["full", "weights"]
 StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
-"""What `--load weights` skips. FP8 state is not among it, as it belongs to the weights."""
+"""The parts that `--load weights` skips. FP8 state is not one of them, as it belongs to the weights."""
 
 COLLECTED = "collected in BF16 training"
 """The `producer` of state that a BF16 run recorded."""
