@@ -24,8 +24,7 @@ from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.model.router_losses import Balance
-from precisionctl.trainer.optimizer.adamw import learning_rate
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, rate_of_update
 from precisionctl.trainer.stopping import SkippedSteps
 
 
@@ -90,19 +89,13 @@ class CoreRun:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of update number `step`, counted from 1."""
-        train = self.recipe.train
-        if self.schedule:
-            return self.schedule.rate(step, train.batch_size)
-        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
-
     def update(self) -> StepMetrics:
         """One optimizer step, on all ranks together; it changes nothing, but counts, if loss or norm is not finite.
         Raises as `SkippedSteps.count`."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begun, batches, rate = time.perf_counter(), self.feed.batches(self.position), self.learning_rate(self.step + 1)
+        begun, batches = time.perf_counter(), self.feed.batches(self.position)
+        rate = rate_of_update(self.step + 1, self.recipe, self.schedule)
         biases = [
             (buffer, buffer.clone())
             for stage in self.stages

@@ -15,8 +15,8 @@ from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.optimizer.adamw import RunOptimizer, learning_rate
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.optimizer.adamw import RunOptimizer
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, rate_of_update
 from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.stopping import SkippedSteps
 
@@ -84,10 +84,7 @@ class Run:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update number `step`, counted from 1."""
-        train = self.recipe.train
-        if self.schedule:
-            return self.schedule.rate(step, train.batch_size)
-        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
+        return rate_of_update(step, self.recipe, self.schedule)
 
     def casts_once(self, passes: int) -> bool:
         """Whether an update of this many passes casts each weight to FP8 once instead of in every pass."""
