@@ -129,20 +129,28 @@ def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
     journal says; else `begun`, with all files removed."""
     before = _noted(partial)
     if before and before.key == begun.key:
-        if before.written:
-            if all((partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)):
-                return before
-        else:
-            with suppress(OSError):
-                for name, size in _sizes(before).items():
-                    if (partial / name).stat().st_size < size:
-                        raise OSError  # somebody has been here
-                    os.truncate(partial / name, size)
-                return replace(before, signal="")
+        if before.written and all(  # each file has either its final name or the partial one
+            (partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)
+        ):
+            return before
+        if not before.written and _cut_back(partial, before):
+            return replace(before, signal="")
     _check_free(out)
     for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
         (partial / name).unlink(missing_ok=True)
     return begun
+
+
+def _cut_back(partial: Path, made: Corpus) -> bool:
+    """Cut files back to what the journal says of them. Returns False if one is missing or too short for that."""
+    try:
+        for name, size in _sizes(made).items():
+            if (partial / name).stat().st_size < size:
+                return False
+            os.truncate(partial / name, size)
+    except OSError:
+        return False
+    return True
 
 
 def _names(made: Corpus) -> tuple[str, ...]:
