@@ -73,8 +73,8 @@ class DcpOptimizer:
         if not counts:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
         if len(counts) > 1:
-            said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
-            raise CheckpointError(f"{DIFFERENT_COUNTS}: {said}", where=where, do=DROP_OPTIMIZER)
+            examples = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
+            raise CheckpointError(f"{DIFFERENT_COUNTS}: {examples}", where=where, do=DROP_OPTIMIZER)
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:

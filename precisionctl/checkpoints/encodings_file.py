@@ -167,7 +167,7 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
 
 
 def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "codes": NAMES[weight.dtype],
         "shape": weight.shape,
         "block": scales.block,
@@ -175,10 +175,10 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
         "input_scale_inv": scales.input,
     }
     if packing := weight.packing:
-        said["packed"] = _description(packing)
-        said["global_scale"] = [scales.global_scale, scales.divides]
-        said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
-    return said
+        entry["packed"] = _description(packing)
+        entry["global_scale"] = [scales.global_scale, scales.divides]
+        entry["zero_points"], entry["weight_shape"] = scales.zero_points, scales.shape
+    return entry
 
 
 def find(checkpoint: Path) -> WeightEncodings | None:

@@ -166,15 +166,15 @@ def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
     lost = [key for key, found in values.items() if len(found) > 1]
-    said = [f"different {', '.join(lost)} for groups of parameters"] if lost else []
+    words = [f"different {', '.join(lost)} for groups of parameters"] if lost else []
     unknown = any(group.shapes is None for group in groups)
     if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
-        said.append("weight decay of norms and biases")
+        words.append("weight decay of norms and biases")
     if decaying and (undecayed := [name for group in spared for name in group.matrices()]):
         others = len(undecayed) - 1
         more = f" and {counted(others, 'more matrix', 'more matrices')} do" if others else " does"
-        said.append(f"that `{undecayed[0]}`{more} not decay")
-    return tuple(said)
+        words.append(f"that `{undecayed[0]}`{more} not decay")
+    return tuple(words)
 
 
 _STATE = "trainer_state.json"

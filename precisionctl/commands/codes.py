@@ -201,12 +201,12 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     """What the model card says of codes that are what they were, for whichever engine reads them."""
     encodings = policy.encodings
     method = policy.method
-    said = method.read(encodings.quantization)
-    scheme = said.scheme
+    quantization = method.read(encodings.quantization)
+    scheme = quantization.scheme
     serving = [engine for engine in engines().values() if scheme in engine.reads.get(method.name, ())]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
-    by_engine = any(form.packing is None or form.same_inputs for form in said.formats)
+    by_engine = any(form.packing is None or form.same_inputs for form in quantization.formats)
     facts = {
         "weights": ", ".join(dtypes),
         "format": method.name,

@@ -74,8 +74,8 @@ class AsBefore:
 
     def _block(self, name: str) -> tuple[int, int]:
         """The block size that a weight had, if the method can express it, else the first that it can."""
-        said, spec = self.method.read(self.encodings.quantization), self.encodings.weights[name]
-        blocks = [sized(form.block, spec) for form in said.formats if (form.packing is None) == (spec.packing is None)]
+        formats, spec = self.method.read(self.encodings.quantization).formats, self.encodings.weights[name]
+        blocks = [sized(form.block, spec) for form in formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
         return had if had in blocks else blocks[0]
 

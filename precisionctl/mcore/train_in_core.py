@@ -205,8 +205,9 @@ def _train(
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
             notes = (*memory_notes, *_notes(plan, ranks.count), *state_notes, *rows.notes)
-            said = (plan.load, plan.skipped, plan.backend, disk)
-            on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
+            continues = newest is not None
+            loaded = (plan.load, plan.skipped, plan.backend, disk)
+            on_start(Started(recipe, plan.out, run.step, continues, *loaded, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
         while run.step < recipe.train.steps:
             metrics = run.update()

@@ -76,22 +76,24 @@ def coded_weights(
     method or scheme that cannot be read, DamagedCheckpoint for codes whose scales are missing or misshapen.
     """
     method = recognise(config, where)
-    said = method.read(config["quantization_config"]) if method else None
-    packed = _packed(said, specs, where) if said else {}
+    quantization = method.read(config["quantization_config"]) if method else None
+    packed = _packed(quantization, specs, where) if quantization else {}
     known = (*packed, *(name for name, spec in specs.items() if spec.packing))
     beside = {sibling(name, kind) for name in known for kind in (method.weight_scales if method else ())}
     others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
     codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
-    if codes and (method is None or said is None):
+    if not codes:
+        return {}
+    if method is None or quantization is None:
         raise DamagedCheckpoint(f"{next(iter(codes))} is FP8 codes but there is no `quantization_config`", where=where)
-    return {name: _coded(name, stored, method, said, specs, where) for name, stored in codes.items() if method and said}
+    return {name: _coded(name, stored, method, quantization, specs, where) for name, stored in codes.items()}
 
 
-def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
+def _packed(quantization: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
     """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
     one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
     found: dict[str, str] = {}
-    packings = [form.packing for form in said.formats if form.packing and form.packing.block is None]
+    packings = [form.packing for form in quantization.formats if form.packing and form.packing.block is None]
     for suffix in dict.fromkeys(packing.suffix for packing in packings):
         words = {packing.word for packing in packings if packing.suffix == suffix}
         for name, spec in specs.items():
@@ -101,7 +103,7 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
             if spec.dtype in words:
                 found[weight] = name
             elif suffix:
-                kinds = " or ".join(dict.fromkeys(form.in_words for form in said.formats))
+                kinds = " or ".join(dict.fromkeys(form.in_words for form in quantization.formats))
                 raise DamagedCheckpoint(f"{name} is {spec.stored_dtype}; the config says: {kinds}", where=where)
             if suffix and weight in specs:
                 raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {name}", where=where)
@@ -112,17 +114,23 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
 
 
 def _coded(
-    weight: str, codes: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
+    weight: str,
+    codes: str,
+    method: QuantMethod,
+    quantization: Quantization,
+    specs: Mapping[str, TensorSpec],
+    where: object,
 ) -> CodedWeight:
     """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
     are there. Raises DamagedCheckpoint if no format fits."""
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
-    possible = [(form, found) for form in said.formats if (found := _as_weight(spec, suffix, form))]
+    possible = [(form, found) for form in quantization.formats if (found := _as_weight(spec, suffix, form))]
     fitting = [(form, found) for form, found in possible if _fits(specs[scale], form, found)]
     if not fitting:
         spec = possible[0][1] if possible else spec
-        kinds = " or ".join(dict.fromkeys(form.in_words for form in [form for form, _ in possible] or said.formats))
+        forms = [form for form, _ in possible] or quantization.formats
+        kinds = " or ".join(dict.fromkeys(form.in_words for form in forms))
         raise DamagedCheckpoint(
             f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
             f"{list(spec.shape)}; the config says: {kinds}",
@@ -135,7 +143,7 @@ def _coded(
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
-    given = _input(weight, method, form, said, specs, where)
+    given = _input(weight, method, form, quantization, specs, where)
     size = sized(form.block, spec)
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
     check_beside(scales, spec, specs, where)
@@ -195,13 +203,15 @@ def _input(
     weight: str,
     method: QuantMethod,
     form: CodeFormat,
-    said: Quantization,
+    quantization: Quantization,
     specs: Mapping[str, TensorSpec],
     where: object,
 ) -> str | None:
     """The fixed scale of a weight's input."""
     kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
-    wanted = said.static if said.static is not None else any(sibling(weight, kind) in specs for kind in kinds)
+    wanted = quantization.static
+    if wanted is None:
+        wanted = any(sibling(weight, kind) in specs for kind in kinds)
     given = _present(weight, kinds, specs, where) if wanted and kinds else None
     if given is not None and specs[given].rows * specs[given].columns != 1:
         raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)

@@ -70,9 +70,9 @@ def _load_error(error: Exception, folder: Path) -> DataError:
         except (ValueError, RecursionError) as broken:
             what = f"the checkpoint's tokenizer does not load: {file.name} is no JSON: {broken}"
             return DataError(what, do="Copy that file again; it may have been cut off.")
-    said = " ".join(str(error).split()) or "nothing"
-    what = f"the checkpoint's tokenizer does not load: {type(error).__name__}, transformers says: {said}"
-    if not (folder / "tokenizer.json").exists() and ("sentencepiece" in said or "tiktoken" in said):
+    message = " ".join(str(error).split()) or "nothing"
+    what = f"the checkpoint's tokenizer does not load: {type(error).__name__}, transformers says: {message}"
+    if not (folder / "tokenizer.json").exists() and ("sentencepiece" in message or "tiktoken" in message):
         return DataError(
             "the checkpoint's tokenizer does not load: it has no tokenizer.json, and its other files need a package "
             "that is not installed",

@@ -157,8 +157,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
     modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    said = config.get("base_model_name_or_path")
-    base = said if isinstance(said, str) else None
+    name = config.get("base_model_name_or_path")
+    base = name if isinstance(name, str) else None
     every = frozenset((rank, *ranks.values()))
     return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 

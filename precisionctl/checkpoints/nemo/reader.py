@@ -140,9 +140,9 @@ class NemoRanks(_Nemo, LegacyReader):
             raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
         tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
         sizes = (("tensor", tensor), ("pipeline", pipeline))
-        said = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
-        if said != [tensor, pipeline] or len(found) != tensor * pipeline:
-            what = f"{counted(len(found), 'rank')} of tensor {shown(said[0])} x pipeline {shown(said[1])}"
+        configured = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
+        if configured != [tensor, pipeline] or len(found) != tensor * pipeline:
+            what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
             raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
