@@ -203,11 +203,9 @@ class _Files:
         self._found: dict[str, Span] = {}
 
     def whole(self, relative: str) -> Span:
-        if relative not in self._found:
-            self._found[relative] = Span(self._directory / relative, 0, self._length(relative))
-        return self._found[relative]
-
-    def _length(self, relative: str) -> int:
+        """All of a file. Raises DamagedCheckpoint for one that is missing or outside the directory."""
+        if relative in self._found:
+            return self._found[relative]
         path = self._directory / relative
         if Path(relative).name == relative:
             check_link(path, self._directory)
@@ -217,7 +215,8 @@ class _Files:
             )
         if not path.is_file():
             raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
-        return path.stat().st_size
+        span = self._found[relative] = Span(path, 0, path.stat().st_size)
+        return span
 
 
 Paths = Mapping[str, tuple[str | int, ...]]

@@ -62,17 +62,15 @@ class DcpWriter:
 
     @cached_property  # a plan needs no places
     def placement(self) -> Placement:
-        keys = {name: self._key(name) for name in self.specs}
+        keys: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in self.specs:
+            stored, expert = stored_name(name)
+            kind, parameter = kind_and_parameter(stored)
+            path = self._path_of_state(parameter, kind) if kind else self._path_of_weight(stored)
+            key = ".".join(path)
+            self._paths[key] = path
+            keys[name] = key, () if expert is None else (expert,)
         return Placement(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
-
-    def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The key that a tensor is stored under, and its place in a stack of experts."""
-        stored, expert = stored_name(name)
-        kind, parameter = kind_and_parameter(stored)
-        path = self._path_of_state(parameter, kind) if kind else self._path_of_weight(stored)
-        key = ".".join(path)
-        self._paths[key] = path
-        return key, () if expert is None else (expert,)
 
     def _path_of_weight(self, name: str) -> tuple[str, ...]:
         return "model", name

@@ -83,10 +83,10 @@ def run(
         found.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, carried)
     results = in_processes(worker.do, todo, plan.costs(todo), workers)
-    with _torch_for(worker, todo), closing(results), _Recorder(plan, share, journal) as recorder:
+    with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
             found |= new
-            recorder.add((job, new))
+            journaled.add((job, new))
             on_bytes(plan.job_bytes(job))
             _log.info("%s: %d bytes", job.name, plan.job_bytes(job))
     return found
@@ -191,7 +191,7 @@ def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
     return first, stop - first
 
 
-class _Recorder:
+class _JournalWriter:
     """Syncs finished jobs and records them in the journal, in a thread, so that the disk is busy while workers copy."""
 
     def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
@@ -223,7 +223,7 @@ class _Recorder:
             found |= new
         self._journal.record([job.name for job, _ in batch], found)
 
-    def __enter__(self) -> "_Recorder":
+    def __enter__(self) -> "_JournalWriter":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

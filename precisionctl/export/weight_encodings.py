@@ -122,14 +122,13 @@ class _Moved:
         self.specs[name] = TensorSpec((), DType.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        place = self._fixed[name] if name in self._fixed else self._grid(*self._jobs[name])
-        return [Chunk(whole(self.specs[name]), place)]
-
-    def _grid(self, job: Job, weight: str) -> Tensor:
+        if name in self._fixed:
+            return [Chunk(whole(self.specs[name]), self._fixed[name])]
+        job, weight = self._jobs[name]
         if self._last is None or self._last[0] is not job:
             encodings = zip(job.writes, _encodings(self._reader, job, self._plan), strict=False)
-            self._last = job, {name: encoding.scale_inv.contiguous() for name, encoding in encodings}
-        return self._last[1][weight]
+            self._last = job, {written: encoding.scale_inv.contiguous() for written, encoding in encodings}
+        return [Chunk(whole(self.specs[name]), self._last[1][weight])]
 
 
 def check_model(encodings: WeightEncodings, plan: Plan) -> None:

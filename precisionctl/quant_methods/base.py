@@ -243,21 +243,18 @@ class Spelling:
 
     def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
         """The tensors to store beside a weight: scales in FP32, or exponents as bytes, and what four bits need."""
+        grid = grid_shape(weight.rows, weight.columns, scales.block)
         if form := self.four_bits.get(scheme):
-            return self._of_four_bits(scales, weight, form)
-        shape = self.shapes[scheme]
-        found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
+            one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
+            found = {scales.weight: TensorSpec(grid, form.scales[0])}
+            found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
+            if scales.shape is not None:
+                found[scales.shape] = TensorSpec((2,), DType.int64)
+            return found
+        shape, dtype = self.shapes[scheme], DType.uint8 if scheme == "mxfp8" else DType.float32
+        found = {scales.weight: TensorSpec(shape(*grid), dtype)}
         if scales.input is not None:
-            found[scales.input] = shape(1, 1)
-        dtype = DType.uint8 if scheme == "mxfp8" else DType.float32
-        return {name: TensorSpec(size, dtype) for name, size in found.items()}
-
-    def _of_four_bits(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
-        one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
-        found = {scales.weight: TensorSpec(grid_shape(weight.rows, weight.columns, scales.block), form.scales[0])}
-        found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
-        if scales.shape is not None:
-            found[scales.shape] = TensorSpec((2,), DType.int64)
+            found[scales.input] = TensorSpec(shape(1, 1), dtype)
         return found
 
 

@@ -51,21 +51,19 @@ class Factors:
 
     def of(self, change: LowRank) -> tuple[Tensor, Tensor]:
         """`left` [rows, rank] and `right` [rank, columns]: the change is `scale * left @ right`."""
-        if self._last is None or self._last[0] != change:
-            self._last = (change, *self._read(change))
-        return self._last[1:]
-
-    def magnitude(self, name: str) -> Tensor:
-        return read_tensor(self._adapter, name).float()
-
-    def _read(self, change: LowRank) -> tuple[Tensor, Tensor]:
+        if self._last is not None and self._last[0] == change:
+            return self._last[1:]
         if self._stored.keys() != {change.a, change.b}:
             self._stored = {name: read_tensor(self._adapter, name).float() for name in (change.a, change.b)}
         a, b = self._stored[change.a], self._stored[change.b]
         number, count = change.expert
         a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[:, :, number]
         left, right = (a.t(), b.t()) if change.transposed else (b, a)
-        return left[change.first :].contiguous(), right.contiguous()
+        self._last = change, left[change.first :].contiguous(), right.contiguous()
+        return self._last[1:]
+
+    def magnitude(self, name: str) -> Tensor:
+        return read_tensor(self._adapter, name).float()
 
 
 @dataclass(frozen=True)
