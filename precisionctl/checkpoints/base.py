@@ -122,7 +122,7 @@ class Reader(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Whose names and shapes the tensors have."""
+        """Whose names and shapes the tensors have: Hugging Face's or Megatron's."""
         ...
 
     @property
@@ -152,7 +152,7 @@ class Reader(Protocol):
 
     @property
     def own_companions(self) -> Companions:
-        """Those of them that the checkpoint has itself, where others are a reference's."""
+        """The companion files of the checkpoint itself, if `companions` are a reference's."""
         ...
 
     @property
@@ -172,10 +172,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a checkpoint that does not say it itself: its `family`, if it is Megatron's and there is
-    no config.json; the directory of the same model, or of an adapter's base, that `--reference` names (`reference`),
-    its `companions` and, of a wrapper, its `towers`; the order of columns in a grouped linear's FP8 state
-    (`grouped_columns`)."""
+    """What the user says about a checkpoint that it does not say itself.
+
+    `family` is the family of a Megatron checkpoint without a config.json. `reference` is the directory that
+    `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and `towers` its
+    towers if it is a wrapper. `grouped_columns` is the order of columns in the FP8 state of grouped linears.
+    """
 
     family: str | None = None
     companions: Companions | None = None
@@ -227,7 +229,7 @@ class Writer(Protocol):
 
 
 class Chunked(Protocol):
-    """What a Reader and a Writer have in common: tensors, and where their bytes are."""
+    """The common part of a Reader and a Writer: tensors, and where their bytes are."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...

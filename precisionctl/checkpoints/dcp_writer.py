@@ -131,8 +131,9 @@ class DcpWriter:
 
 
 class TorchtitanWriter(DcpWriter):
-    """The same as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with settings for
-    each parameter; and how far schedule and training are, by Adam's count. `specs` have torchtitan's names."""
+    """As DcpWriter, but as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with
+    settings for each parameter, and AdamW's count as the progress of schedule and training. `specs` have torchtitan's
+    names."""
 
     def _path_of_weight(self, name: str) -> tuple[str, ...]:
         return (name,)

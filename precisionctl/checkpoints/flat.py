@@ -98,7 +98,7 @@ class FlatTensor:
             start += count
 
     def slices(self) -> Iterator["FlatTensor"]:
-        """What each index of its first dimension has."""
+        """The tensors at each index of its first dimension."""
         spec = TensorSpec(self.spec.shape[1:], self.spec.dtype)
         for index in range(self.spec.rows):
             yield FlatTensor(spec, FlatSlice(self.flat, index * self.spec.columns))

@@ -107,7 +107,7 @@ class HuggingFaceReader:
 
     @property
     def weight_encodings(self) -> WeightEncodings | None:
-        """How the weights are coded, or were."""
+        """How the weights are encoded, or once were; None if they never were."""
         if not self._scales:
             return encodings_file.find(self.path)
         names = {name for scales in self._scales.values() for name in scales.names}
@@ -127,7 +127,7 @@ class HuggingFaceReader:
 
     @cached_property
     def beside(self) -> dict[str, Any] | None:
-        """What hf_quant_config.json says, where there is one."""
+        """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
         return _load_json(path) if has_file(path, self.path) else None
 

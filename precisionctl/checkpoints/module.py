@@ -44,7 +44,7 @@ class LiveModel:
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
     path: None = None
-    """It is in memory."""
+    """None: the model is in memory."""
 
     @cached_property  # it is used several times for each piece that is copied
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -41,7 +41,7 @@ class TrainerDirectory:
 
     @property
     def companions(self) -> Companions:
-        """Those of the reference that a user has named, else those beside the checkpoint."""
+        """The companion files of the reference if the user names one, else those beside the checkpoint."""
         return self._hints.companions or self.own_companions
 
     @cached_property

@@ -59,7 +59,8 @@ class TrainedReader(Reader, Protocol):
 
     @property
     def trainer_run(self) -> TrainerRun:
-        """What is beside them. Raises CheckpointError where it contradicts itself, or lacks the count of updates."""
+        """The run's state besides tensors. Raises CheckpointError if it contradicts itself, or lacks the count of
+        updates."""
         ...
 
 
@@ -128,8 +129,10 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
 
 
 def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
-    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of most parameters. Raises
-    DamagedCheckpoint for what Muon does not take, in any group that has parameters."""
+    """The settings that torch's Muon and Megatron's both store with the same meaning, as most parameters have them.
+
+    Raises DamagedCheckpoint if any group with parameters has settings that Muon does not accept.
+    """
     needed = ("lr", "weight_decay", "momentum")
     keys = (*needed, "initial_lr")
     return _of_most([(one, _numbers(one, keys, "Muon", where, needed)) for one in with_parameters(groups)])

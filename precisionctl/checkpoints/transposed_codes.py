@@ -35,8 +35,8 @@ _FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the 
 
 @dataclass(frozen=True)
 class _Module:
-    """What is stored of a weight `[out, in]`. `group` is how many inputs share a scale; `order` names the tensor that
-    says which group each input is in."""
+    """The stored tensors of a weight `[out, in]`. `group` inputs share a scale; `order` names the tensor with the group
+    of each input, None if there is none."""
 
     name: str
     out: int
@@ -68,7 +68,8 @@ class _Slab:
 
 
 def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
-    """Those of the tensors `stored` in a directory with this config.json; None where it names another method."""
+    """The transposed codes among the `stored` tensors of a directory with this config.json; None if it names another
+    method."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return TransposedCodes(stored, quantization, where) if quantization and method in AS_VALUES else None

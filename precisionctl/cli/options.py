@@ -114,7 +114,7 @@ class Choice(click.Choice[str]):
 
 
 class EngineName(click.ParamType[str]):
-    """What an export is for, by name: a bundled one, or from another package. Commands look it up."""
+    """The name of an export's target: a bundled engine, or one from another package. Commands look it up."""
 
     name = "engine"
 

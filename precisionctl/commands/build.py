@@ -79,7 +79,7 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
 
 
 def _trainer_run(source: Source) -> TrainerRun | None:
-    """What is known of the run whose optimizer is converted, too."""
+    """The state besides tensors of the run whose optimizer is converted; None if none is."""
     if source.trained and of_trainer(source.trained):
         run = source.trained.trainer_run
         if run.muon:

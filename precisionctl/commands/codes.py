@@ -146,7 +146,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
 
 
 def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
-    """What the model card says of a result for an engine."""
+    """The model card of a result for an engine."""
     code, name = source.reader.companions.code, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
     fixed, kept_inputs = form.scheme in FIXED_INPUTS, form.scheme.endswith("a16")
@@ -198,7 +198,7 @@ def as_before(request: Request, source: Source) -> Result:
 
 
 def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
-    """What the model card says of codes that are what they were, for whichever engine reads them."""
+    """The model card of a result with its old codes, for whichever engine reads them."""
     encodings = policy.encodings
     method = policy.method
     quantization = method.read(encodings.quantization)

@@ -85,7 +85,7 @@ def _of_gemms(request: Request, source: Source) -> Fp8States:
 def _with_weight_scales(
     states: Fp8States, plan: Plan, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
-    """The same state with scales of the weights that are written."""
+    """The state, with the weight role's scales computed from the weights that are written."""
     gemms = {module: shape for module, shape in plan.gemms.items() if module in states.modules}
     modules = {}
     for module, amax in amax_by_module(weight_amax, gemms).items():
@@ -96,7 +96,7 @@ def _with_weight_scales(
 
 
 def _card(request: Request, source: Source, states: Fp8States) -> Card:
-    """What the model card says of it."""
+    """The model card of the result."""
     plan, name = source.plan, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
     facts = {

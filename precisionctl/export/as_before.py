@@ -39,8 +39,8 @@ class AsBefore:
         return method
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """How each job encodes, by name. Raises MissingFp8State for input scales, PrecisionError for scales of a KV
-        cache, that are needed and belong to weights that have changed since."""
+        """For each job, how it encodes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
+        KV cache, is needed and its weights have changed since."""
         encodings, encodes = self.encodings, {}
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:

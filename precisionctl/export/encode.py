@@ -34,19 +34,19 @@ class Policy(Protocol):
     """Which weights of a plan become codes, and how."""
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """How jobs encode what they write, by the job's name; the others write values."""
+        """For each job that encodes, by its name, how it does; other jobs write values."""
         ...
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
-        """What stands in the result for a weight of this shape: its codes, and its scales."""
+        """The specs of a weight's codes and scales in the result."""
         ...
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
-        """Tensors that stand behind all weights."""
+        """Tensors that follow all weights."""
         ...
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
-        """The `quantization_config`, where these modules are not quantized."""
+        """The `quantization_config`, given the modules that are not quantized."""
         ...
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:

@@ -53,7 +53,8 @@ def input_amaxes(
 
 
 def unreached_experts(states: Fp8States | None, jobs: Sequence[Job]) -> int:
-    """How many experts' inputs were never recorded, of the jobs' modules: no token has reached them."""
+    """The number of experts, among the jobs' modules, whose inputs were never recorded because no token reached
+    them."""
     found = 0
     for module in dict.fromkeys(job.module for job in jobs if job.row.of_experts):
         state = states.modules.get(module) if states else None

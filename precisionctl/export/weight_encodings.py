@@ -1,7 +1,7 @@
-"""How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
+"""How the weights of a checkpoint are encoded, or once were, under the names of a Hugging Face directory.
 
-Encodings are kept beside values as they were, so a conversion that moves rows need not move scales. Only for codes that
-are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
+Encodings are kept beside values unchanged, so a conversion that moves rows need not move scales. Only for codes that
+are stored under other names (Megatron's, or experts in one tensor) are scales moved like their rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
-    it is written. None where they never were, or nothing is known of it."""
+    """How a checkpoint's weights are encoded, or once were, under the names that they get in a Hugging Face directory.
+    None if they never were, or nothing is known of it."""
     if isinstance(reader, AdapterReader):
         return weight_encodings(reader.base)
     encodings = stored_weight_encodings(reader)

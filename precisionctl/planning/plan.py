@@ -51,7 +51,7 @@ class Encode:
 
     @property
     def scale_tensors(self) -> tuple[str, ...]:
-        """What is written beside codes."""
+        """The names of the tensors that are written beside the codes."""
         return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.input_scales)
 
 
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def outputs(self) -> Sequence[str]:
-        """The tensors that it writes, scales included."""
+        """The names of all tensors that the job writes, with scales."""
         return (*self.writes, *self.encode.scale_tensors) if self.encode else self.writes
 
     @property
@@ -147,7 +147,7 @@ class Plan:
         return sum(self.targets[name].nbytes for name in job.outputs)
 
     def costs(self, jobs: Iterable[Job]) -> list[int]:
-        """What each job weighs against the others: the bytes that it writes."""
+        """The relative cost of each job: the bytes that it writes."""
         return [self.job_bytes(job) for job in jobs]
 
     @property
@@ -165,7 +165,7 @@ class Plan:
         return not all(row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What such a job writes, of the values of all that it reads."""
+        """The tensors that such a job writes, from the values of all that it reads."""
         whole = parts[0] if self.source == "megatron" else job.row.source.merge(parts, self.model)
         return (whole,) if self.target == "megatron" else job.row.split(whole, self.model)
 

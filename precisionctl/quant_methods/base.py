@@ -111,10 +111,10 @@ class CodeFormat:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a `quantization_config` says of its tensors.
+    """The content of a `quantization_config`.
 
-    `formats` are those that weights may have; where there are several, a weight's tensors decide. `static`: whether
-    inputs have fixed scales; None where some have and some have not.
+    `formats` are the formats that weights may have; if there are several, a weight's tensors decide. `static` says
+    whether inputs have fixed scales; None if some have and some have not.
     """
 
     formats: tuple[CodeFormat, ...]
@@ -137,7 +137,8 @@ class Quantization:
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
     def narrowed(self, scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec]) -> Quantization:
-        """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
+        """The same, with the single one of several `blocks` that all weights have; unchanged if they do not share
+        one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
                 return in_fp8((block,), self.static)
@@ -199,7 +200,7 @@ class Scales:
         return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
 
     def of_input_amax(self, amax: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of `input_amax`."""
         if self.global_scale is None:
             return amax / E4M3.largest
         return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)

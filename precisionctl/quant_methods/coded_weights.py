@@ -242,8 +242,8 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
-    """How the codes of `weight` decode with this stored scale tensor, of any dtype and method; without a global scale
-    and zero points, which `complete_encoding` reads too.
+    """The Encoding of a weight from its stored scales, of any dtype and method. It lacks a global scale and zero
+    points, which `complete_encoding` also reads.
 
     Raises DamagedCheckpoint for a scale that is negative, infinite or NaN.
     """
@@ -260,9 +260,9 @@ def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = 
 def complete_encoding(
     read: Callable[[str], Tensor], scales: Scales, weight: TensorSpec, where: object = ""
 ) -> Encoding:
-    """How the codes of `weight` decode with the tensors beside it, which `read` reads by name.
+    """The Encoding of a weight from all its tensors, which `read` reads by name.
 
-    Raises DamagedCheckpoint as `encoding` does, and for a weight's stored shape that is another one.
+    Raises DamagedCheckpoint as `encoding` does, and if the stored shape is not the weight's.
     """
     found = encoding(read(scales.weight), scales, weight, where)
     if scales.shape is not None and (shape := read(scales.shape).reshape(-1).tolist()) != list(weight.shape):

@@ -116,10 +116,10 @@ def measure_weights(
     workers: int,
     on_bytes: Callable[[int], None],
 ) -> dict[str, list[MeasuredWeight]]:
-    """What was measured of each FP8 GEMM's weight, by module: one, or one for each expert.
+    """The measurements of each FP8 GEMM's weight, by module: one, or one for each expert.
 
-    Statistics of delayed scaling use the scale of `states`, if one was recorded. `on_bytes` is called with the number
-    of stored bytes that were just measured; `workers` is the number of processes.
+    Delayed scaling is measured with the scale of `states`, if one was recorded. `on_bytes` is called with the number of
+    stored bytes that were just measured; `workers` is the number of processes.
     """
     nowhere = Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)

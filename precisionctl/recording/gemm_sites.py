@@ -1,7 +1,5 @@
-"""Where a live model computes the GEMMs that have FP8 state, by their Megatron names.
-
-Of transformers' models the families' tables say it; modules of Megatron-Core have the names.
-"""
+"""Find where a live model computes the GEMMs that have FP8 state, by their Megatron names. In transformers' models the
+families' tables say which modules those are; in Megatron-Core modules have the names."""
 
 import re
 from collections.abc import Callable, Mapping

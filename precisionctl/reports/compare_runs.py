@@ -37,7 +37,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class GuardLooks:
-    """What the guard of a run has seen: FP8 against BF16 from the same weights, at each of its looks."""
+    """The comparisons of a run's guard: FP8 against BF16 from the same weights."""
 
     run: str
     looks: int

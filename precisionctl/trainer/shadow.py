@@ -60,7 +60,7 @@ class Shadow:
 
     @property
     def held_out_gap(self) -> float | None:
-        """The same of held-out losses; None without held-out data."""
+        """The relative difference of the held-out losses; None without held-out data."""
         return _gap(*self.held_out) if self.held_out else None
 
     @property

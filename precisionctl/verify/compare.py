@@ -131,7 +131,7 @@ def compare(
 
 
 def bytes_to_compare(a: Reader, b: Reader) -> int:
-    """How many stored bytes of A `compare` tells of."""
+    """The number of A's stored bytes that `compare` reports to `on_bytes` in all."""
     optimizers = both_optimizers(a, b)
     of_optimizer = [] if isinstance(optimizers, str) else list(map(optimizers[0].nbytes, optimizers[0].specs))
     return sum(spec.nbytes for spec in a.specs.values()) + sum(of_optimizer)
@@ -209,7 +209,8 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
 
 
 def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
-    """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
+    """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
+    returns it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0

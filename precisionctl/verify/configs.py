@@ -42,7 +42,8 @@ def compare_configs(a: Reader, b: Reader) -> Found:
 
 
 def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
-    """What two `quantization_config` say differently; nothing where they are of two methods, each in its own words."""
+    """The differences of two `quantization_config`s; none if they are of different methods, which name things
+    differently."""
     methods = [config.get("quant_method") for config in (a, b)]
     if methods[0] != methods[1]:
         return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]

@@ -1,4 +1,5 @@
-"""How weights are FP8 codes, or were: what two checkpoints say of it beside the codes themselves."""
+"""Compare how the weights of two checkpoints are encoded, or once were: everything that is stored about it besides the
+codes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +39,7 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
 
 
 def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
-    """What a checkpoint says of how its weights are coded, or were."""
+    """The `quantization_config` of a checkpoint, or of the codes that its weights were."""
     if encodings is not None:
         return encodings.quantization
     data = side.reader.companions.files.get("config.json")

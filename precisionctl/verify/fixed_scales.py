@@ -38,8 +38,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class FixedScales:
-    """What one side says of fixed scales: `encodings` is how its weights are codes, or were, and `state` what was
-    recorded. `plan` leads to Hugging Face names."""
+    """One side's fixed scales. `encodings` is how its weights are encoded, or once were, `state` the recorded FP8
+    state, and `plan` leads to Hugging Face's names."""
 
     reader: Reader
     plan: Plan

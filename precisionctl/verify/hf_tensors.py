@@ -45,7 +45,7 @@ class StoredRows:
 
     @property
     def values(self) -> Tensor:
-        """What the rows stand for, FP32 `[n, columns]`."""
+        """The decoded values of the rows, FP32 `[n, columns]`."""
         return self.stored.float() if self.encoding is None else self.encoding.decode_rows(self.stored, 0)
 
     def encodes(self, values: Tensor) -> bool:
@@ -159,7 +159,7 @@ class HfTensors:
         return self._kept[1]
 
     def _part(self, segment: Segment, row: int, rows: int) -> StoredRows | None:
-        """Those of rows `[row, row + rows)` that a segment gives; None where it gives none of them."""
+        """The rows among `[row, row + rows)` that a segment gives; None if there are none."""
         first = max(row, segment.write_row)
         count = min(row + rows, segment.write_row + segment.rows) - first
         if count <= 0:

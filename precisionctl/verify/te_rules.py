@@ -47,7 +47,7 @@ _FITTING = EngineRule(
 
 @runtime_checkable
 class TeDirectory(Protocol):
-    """What only a Reader of Hugging Face directories has."""
+    """The part of a Hugging Face Reader that other Readers do not have."""
 
     @property
     def path(self) -> Path: ...

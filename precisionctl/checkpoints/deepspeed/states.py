@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say, checked: the model's states of one rank, and what a whole checkpoint holds."""
+"""The contents of DeepSpeed's files, checked: the model states of a rank, and everything in a checkpoint."""
 
 import math
 import re
@@ -101,7 +101,8 @@ class ModelStates:
         return {name: whole_tensor(self.path, self.module[name], name) for name in names}
 
     def with_shared(self, tensors: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
-        """Those tensors, and the same ones under their other names. Raises DamagedCheckpoint for a name of nothing."""
+        """These tensors, and the same ones under the names of parameters that share them. Raises DamagedCheckpoint if a
+        shared tensor is missing."""
         lost = [of for of in self.shared.values() if of not in tensors]
         if lost:
             raise DamagedCheckpoint(f"`{lost[0]}`, which others share, is missing", where=self.path)

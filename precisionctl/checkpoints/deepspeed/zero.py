@@ -138,7 +138,7 @@ class _RankStates:
 
     @property
     def updates(self) -> set[int]:
-        """What Adam has counted, in states or in groups."""
+        """AdamW's counts of updates, from its states or its groups."""
         steps = [one["step"] for one in (*self._states, *self.groups) if one.get("step") is not None]
         return {number(step, self.path) for step in steps}
 

@@ -50,7 +50,7 @@ def _is_weights(path: Path) -> bool:
 
 
 class _Nemo(MegatronDirectory):
-    """What all of NeMo's checkpoints have in common."""
+    """The common part of the Readers of NeMo's checkpoints."""
 
     container = "nemo"
     iteration = None

@@ -160,7 +160,7 @@ class TorchDistReader(MegatronDirectory):
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """What is the same for all ranks and not a tensor: `args`, `iteration`, the optimizer's settings, ..."""
+        """The data that is no tensor and the same for all ranks: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
         if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)

@@ -40,8 +40,9 @@ _MOST_OF_16_BITS = 65500
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is made of some data so far: the numbers of documents (or conversations) and of tokens, and of those to be
-    learned (None: all). `key` is of data and tokenizer, `code` the type of ids as in ID_TYPES."""
+    """How much of some data is tokenized so far: the numbers of documents (or conversations), of tokens, and of tokens
+    to be learned (None: all). `key` identifies the data and the tokenizer, and `code` is the type of ids, as in
+    ID_TYPES."""
 
     key: str
     code: int
@@ -50,7 +51,7 @@ class Corpus:
     learned: int | None = None
     notes: Sequence[str] = ()
     signal: str = ""
-    """What stopped it; empty if it is complete."""
+    """The signal that stopped it; empty if it is complete."""
     written: bool = False
     """Whether all is written, so that some of it may have its name already."""
 
