@@ -116,9 +116,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)
-    shared = (
-        {"ranks": world.data_count} if world.data_count > 1 else {}
-    )  # a pass has as many rows as the ranks together
+    # With several ranks a pass has the rows of all
+    shared = {"ranks": world.data_count} if world.data_count > 1 else {}
     identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:
