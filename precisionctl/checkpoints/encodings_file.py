@@ -23,7 +23,7 @@ from precisionctl.fp8.elements import E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
-from precisionctl.quant_methods.coded_weights import check_beside, complete_encoding, recognise
+from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -250,7 +250,7 @@ def _scales(
         raise ValueError(f"{name} has as many scales as {spec.shape}")
     if weight.packing and weight.columns % found.block[1]:
         raise ValueError(f"{name} has no whole groups")
-    check_beside(found, weight, stored, where)
+    check_other_tensors(found, weight, stored, where)
     if found.zero_points is not None and (weight.packing is None or weight.packing.element is not INT4):
         raise ValueError(f"{name} has zero points")
     if found.input is not None and stored[found.input].rows * stored[found.input].columns != 1:

@@ -126,7 +126,7 @@ class HuggingFaceReader:
         return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
 
     @cached_property
-    def beside(self) -> dict[str, Any] | None:
+    def hf_quant_config(self) -> dict[str, Any] | None:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
         return _load_json(path) if has_file(path, self.path) else None

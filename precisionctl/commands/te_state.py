@@ -24,7 +24,7 @@ from precisionctl.commands.source import Source
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes
-from precisionctl.export.model_card import Card, beside
+from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -107,5 +107,5 @@ def _card(request: Request, source: Source, states: Fp8States) -> Card:
     in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
-    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(beside(name))})"
+    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
     return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, request.base_model)

@@ -99,7 +99,7 @@ class CodeFormat:
         return self.packing.name if self.packing else "FP8"
 
     @property
-    def beside(self) -> tuple[str | None, str | None, str | None]:
+    def other_tensors(self) -> tuple[str | None, str | None, str | None]:
         """The names of the tensors that a weight has besides its scales: global scale, zero points, shape."""
         return self.global_scale, self.zero_points, self.shape
 

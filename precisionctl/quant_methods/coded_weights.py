@@ -138,15 +138,15 @@ def _coded(
         )
     beside = _BESIDE if fitting[0][1].packing else ()
     there = {kind for kind in beside if sibling(weight, kind) in specs}
-    form, spec = min(fitting, key=lambda each: len(there ^ set(filter(None, each[0].beside))))
-    if strange := sorted(there.difference(form.beside)):
+    form, spec = min(fitting, key=lambda each: len(there ^ set(filter(None, each[0].other_tensors))))
+    if strange := sorted(there.difference(form.other_tensors)):
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
-    global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
+    global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.other_tensors)
     given = _input(weight, method, form, quantization, specs, where)
     size = sized(form.block, spec)
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
-    check_beside(scales, spec, specs, where)
+    check_other_tensors(scales, spec, specs, where)
     return CodedWeight(codes, spec, scales)
 
 
@@ -176,7 +176,7 @@ def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec 
     return TensorSpec((stored.rows, stored.columns * packing.codes_in_word), packing.element.dtype, packing=packing)
 
 
-def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
+def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
     """Raise DamagedCheckpoint where a tensor beside the scales of four-bit codes is not there, or of another shape or
     dtype than it has."""
     rows, groups = grid_shape(weight.rows, weight.columns, scales.block)

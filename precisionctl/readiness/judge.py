@@ -231,8 +231,8 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     kept = _modules_with("bf16", scaling, concerned)
     again = _modules_with("recalibrate", scaling, concerned)
     margin = _modules_with("margin", scaling, concerned) - kept
-    if scaling == "delayed":
-        again |= set(gemms) if not states else set()
+    if scaling == "delayed" and not states:
+        again |= named
     # A history alone shows whether delayed scaling saturates, so it suffices; underflow is only seen in elements
     unjudged = [
         health.role
