@@ -2,7 +2,7 @@
 
 Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
 torchtitan's Llama is read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
-pieces are. Which model it is says a config.json, beside the checkpoint or in the reference.
+pieces are. A config.json, beside the checkpoint or in the reference, says which model it is.
 """
 
 import re

@@ -126,7 +126,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
 
 
 def adapter_notes(reader: Reader) -> Iterator[str]:
-    """What an adapter does to its base."""
+    """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
         changed, replaced = len(reader.changes), len(reader.replaced)
@@ -276,7 +276,7 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
-    """That weights which were codes are values now, and stay values."""
+    """Notes that weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
         weights = counted(count, "weight was", "weights were")
         yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."

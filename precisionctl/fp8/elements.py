@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Element:
-    """The numbers that codes can be: `name` in words, and the `largest`.
-
-    `dtype` is that of codes in memory, bytes for those of four bits, and `stored` PyTorch's name for what files have.
-    `of_amax` is the number that the largest magnitude under a scale becomes.
-    """
+    """A number format of codes: its `name` in words, and its `largest` number. `dtype` is the dtype of codes in memory
+    (bytes for four-bit codes), and `stored` PyTorch's name for the codes in files. `of_amax` is the number that the
+    largest magnitude under a scale becomes."""
 
     name: str
     dtype: DType

@@ -257,8 +257,8 @@ class _Begin:
 
 
 def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: CoreWorld) -> _Begin:
-    """Convert the source into the run's folder, as Megatron-Core reads one container alone, and each of its optimizers
-    its own layout of it. To be called before the model takes memory; what a killed run left there is made anew."""
+    """Convert the source into the run's folder. Megatron-Core reads only one container, and each of its optimizers only
+    its own layout in it. To be called before the model takes memory. What a killed run left there is made anew."""
     source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
     step, position = loading.start_of(source, skipped, plan.recipe, rows)
     updates = None

@@ -69,9 +69,8 @@ class RoleHealth:
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on one scaling. `keep_bf16` are patterns for a recipe, which match `kept` modules. `recalibrate` is
-    the number of modules whose state should not be used, `margin` that of modules that saturate, and `unjudged` has, by
-    role, the number of modules of which nothing is known.
-    """
+    the number of modules whose state should not be used, and `margin` the number of modules that saturate. `unjudged`
+    has, by role, the number of modules about which nothing is known."""
 
     scaling: Scaling
     modules: int

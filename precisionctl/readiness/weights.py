@@ -49,7 +49,7 @@ class _RowObserver(Worker, ABC):
 
     @abstractmethod
     def _observe(self, values: Tensor) -> None:
-        """Look at rows, given in order."""
+        """Called with the next rows."""
 
 
 class _Amax(_RowObserver):

@@ -37,8 +37,8 @@ class Normed:
 class GemmSite:
     """A GEMM and the modules that compute it: all of `linears` take its input, and their outputs together are its
     output (q, k and v). `expert` is the number of the expert that it belongs to. If one module computes the GEMMs of
-    several experts, `experts` are their numbers; it is called with all tokens, and with the number of tokens for each
-    expert."""
+    several experts, `experts` are their numbers; it is called with these experts' tokens, and with the number of tokens
+    for each."""
 
     name: str
     linears: tuple[nn.Module, ...]

@@ -134,7 +134,7 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
-    """The size of a trainer's optimizer state; None if there is none."""
+    """The size of a trainer's optimizer state, or why it cannot be read; None if there is none."""
     if not (of_megatron(reader) or of_trainer(reader)):
         return None
     try:

@@ -20,8 +20,8 @@ do."""
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """The settings that differ, how many tensors are what, the worst of those that differ, the differences in FP8
-    state, and what was not compared."""
+    """Tables of the settings that differ, the number of tensors with each status, the worst of those that differ, the
+    differences in FP8 state, and what was not compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")

@@ -65,9 +65,9 @@ class HfDataset:
         return self.place.startswith(HUB)
 
     def pinned(self, cache: Path | None) -> "HfDataset":
-        """The same data set at a fixed commit, if it is on the Hub. The Hub is asked once for the commit of a branch or
-        tag, and the answer is kept in the folder of tokens, so that all ranks, and a run that continues, have the same
-        rows.
+        """The same data set at a fixed commit, if it is on the Hub. The Hub is asked once for the commit of a branch, a
+        tag, or a name without either, and the answer is kept in the folder of tokens, so that all ranks, and a run that
+        continues, have the same rows.
 
         Raises EnvironmentProblem without the library or the Hub, DataError for a data set that is not there.
         """
