@@ -60,26 +60,26 @@ class Ranks:
         """Whether this is rank 0, which begins, commits and reports."""
         return self.rank == 0
 
-    def publish(self, what: str, value: str = "") -> None:
+    def publish(self, name: str, value: str = "") -> None:
         """Publish a message for the other ranks under a name, which is used once."""
         if self.store is not None:
             with _store_errors():
-                self.store.set(what, f"={value}")  # as an empty value would count as none
+                self.store.set(name, f"={value}")  # as an empty value would count as none
 
-    def receive(self, what: str) -> str:
+    def receive(self, name: str) -> str:
         """Wait for the message under a name. Raises OutputError if a rank fails first, or sends no heartbeats."""
         if self.store is None:
             return ""
         beats: dict[int, tuple[str, float]] = {}
         checked = 0.0
-        while not self._has(what):
+        while not self._has(name):
             if self._has(_FAILED):
                 raise OutputError(f"another rank failed: {self._get(_FAILED)}", do=_AGAIN)
             if time.monotonic() > checked + _BEAT:
                 self._check_heartbeats(beats)
                 checked = time.monotonic()
             time.sleep(0.02)
-        return self._get(what)
+        return self._get(name)
 
     def _check_heartbeats(self, beats: dict[int, tuple[str, float]]) -> None:
         """Update `beats`: for each other rank its last heartbeat, and when this machine first saw that. Raises
@@ -113,27 +113,27 @@ class Ranks:
         finally:
             ended.set()
 
-    def _has(self, what: str) -> bool:
+    def _has(self, name: str) -> bool:
         assert self.store is not None
         with _store_errors():
-            return self.store.check([what])
+            return self.store.check([name])
 
-    def _get(self, what: str) -> str:
+    def _get(self, name: str) -> str:
         assert self.store is not None
         with _store_errors():
-            return bytes(self.store.get(what)).decode()[1:]
+            return bytes(self.store.get(name)).decode()[1:]
 
-    def receive_all(self, what: str) -> list[str]:
-        """Wait for the messages of all other ranks, under `<what>.<rank>`."""
-        return [self.receive(f"{what}.{rank}") for rank in range(1, self.count)]
+    def receive_all(self, name: str) -> list[str]:
+        """Wait for the messages of all other ranks, under `<name>.<rank>`."""
+        return [self.receive(f"{name}.{rank}") for rank in range(1, self.count)]
 
-    def gather(self, what: str, values: Mapping[str, T]) -> dict[str, T]:
+    def gather(self, name: str, values: Mapping[str, T]) -> dict[str, T]:
         """Send values (as JSON) from all ranks to the first. Returns the values of the others there, and an empty dict
         on other ranks."""
         if not self.first:
-            self.publish(f"{what}.{self.rank}", json.dumps(values))
+            self.publish(f"{name}.{self.rank}", json.dumps(values))
             return {}
-        return {key: value for message in self.receive_all(what) for key, value in json.loads(message).items()}
+        return {key: value for message in self.receive_all(name) for key, value in json.loads(message).items()}
 
     @contextmanager
     def together(self) -> Iterator[None]:
