@@ -43,7 +43,7 @@ _err = Console(stderr=True, highlight=False)
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Print nothing inside."""
+    """A context in which nothing is printed."""
     _out.quiet = _err.quiet = True
     try:
         yield
@@ -91,8 +91,8 @@ def _draw(table: Table) -> RichTable:
 
 
 def _least(table: Table) -> list[int]:
-    """The letters that each column needs: for whole numbers, the words of its head, and other words as far as folding
-    them would not make them hard to read."""
+    """The smallest width of each column, in letters, with which no whole number and no word of a head is broken; other
+    words may be folded if they stay easy to read."""
     least = []
     for number, head in enumerate(table.columns):
         cells = [one_line(row[number]) for row in table.rows]
@@ -102,8 +102,8 @@ def _least(table: Table) -> list[int]:
 
 
 def _widths(table: Table, room: int) -> list[int]:
-    """The letters that each column gets: all of its widest cell, or, where there is no room for that, less: first heads
-    are folded, then the widest cells, though not below what a column needs."""
+    """The width of each column, in letters. If not all columns have room for their widest cell, first heads are folded,
+    then the widest cells, but none below its `_least` width."""
     least = _least(table)
     cells = [[cell_len(one_line(row[number])) for row in table.rows] for number in range(len(table.columns))]
     folded = [max([*each, words]) for each, words in zip(cells, least, strict=True)]
@@ -118,7 +118,8 @@ def _widths(table: Table, room: int) -> list[int]:
 
 
 def _as_lists(table: Table) -> Table:
-    """A table of two columns without heads: the heads of `table`, and one of its rows after the other."""
+    """A table as lists, for a narrow terminal: two columns without heads, with a pair of head and cell for each cell of
+    each row."""
     lists = [[pair for pair in zip(table.columns, row, strict=True)] for row in table.rows]
     return Table(table.title, ("", ""), [pair for each in lists for pair in [*each, ("", "")]][:-1])
 
@@ -155,9 +156,9 @@ def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def _bar(
     what: str, *columns: ProgressColumn, quiet: bool = False, total: int | None = None
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, which appears with the first call of what it yields (`Progress.update`), so that an
-    error before that stands alone, and of several ranks only the one that is called has one. It is full at the end,
-    unless that is an error: totals are of stored bytes, and may be off."""
+    """A progress bar on stderr. It appears with the first call of the function that this yields (`Progress.update`), so
+    an error before that is shown alone, and of several ranks only the one that calls it shows a bar. At the end it is
+    full unless there was an error: totals are of stored bytes and may be slightly off."""
     progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=_err, disable=quiet)
     task = progress.add_task(what, total=total)
 

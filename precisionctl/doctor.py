@@ -3,7 +3,7 @@
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -107,43 +107,29 @@ def _version(name: str) -> str | None:
         return None
 
 
+RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+
+
 def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[RecipeSupport, ...]:
     """Which of TE's recipes a device can run with this version of CUDA (transformer_engine/pytorch/quantization.py,
     `_compute_*_support`, of 2.20)."""
     if capability is None:
-        return tuple(RecipeSupport(name, f"no CUDA device{beside}") for name, _, beside in _RECIPES)
-    return tuple(RecipeSupport(name, problem(capability, cuda)) for name, problem, _ in _RECIPES)
-
-
-def _per_tensor(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+        emulated = dict.fromkeys(RECIPES[:4], "; `resume --backend emulated` runs it")
+        return tuple(RecipeSupport(name, f"no CUDA device{emulated.get(name, '')}") for name in RECIPES)
+    per_tensor = block = mx = nvfp4 = None
     if capability < (8, 9):
-        return "compute capability 8.9 or higher is needed"
-    return "CUDA 12.1 or newer is needed on Ada" if capability < (9, 0) and cuda < (12, 1) else None
-
-
-def _block(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+        per_tensor = "compute capability 8.9 or higher is needed"
+    elif capability < (9, 0) and cuda < (12, 1):
+        per_tensor = "CUDA 12.1 or newer is needed on Ada"
     if capability < (9, 0) or cuda < (12, 9):
-        return "compute capability 9.0 or higher and CUDA 12.9 or newer are needed"
-    return None
-
-
-def _mx(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+        block = "compute capability 9.0 or higher and CUDA 12.9 or newer are needed"
     if capability >= (12, 0):
-        return "not supported from compute capability 12.0 on"
-    return None if capability >= (10, 0) else "compute capability 10.0 is needed"
-
-
-def _nvfp4(capability: Capability, cuda: tuple[int, ...]) -> str | None:
-    return None if capability >= (10, 0) else "compute capability 10.0 or higher is needed"
-
-
-_RECIPES: tuple[tuple[str, Callable[[Capability, tuple[int, ...]], str | None], str], ...] = (
-    ("DelayedScaling", _per_tensor, "; `resume --backend emulated` runs it"),
-    ("Float8CurrentScaling", _per_tensor, "; `resume --backend emulated` runs it"),
-    ("Float8BlockScaling", _block, "; `resume --backend emulated` runs it"),
-    ("MXFP8BlockScaling", _mx, "; `resume --backend emulated` runs it"),
-    ("NVFP4BlockScaling", _nvfp4, ""),
-)
+        mx = "not supported from compute capability 12.0 on"
+    elif capability < (10, 0):
+        mx = "compute capability 10.0 is needed"
+    if capability < (10, 0):
+        nvfp4 = "compute capability 10.0 or higher is needed"
+    return tuple(map(RecipeSupport, RECIPES, (per_tensor, per_tensor, block, mx, nvfp4)))
 
 
 def examine_payloads(reader: Reader, te_version: str | None) -> Payloads:

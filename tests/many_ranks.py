@@ -123,7 +123,7 @@ def record(
                 os.kill(os.getpid(), signal.SIGTERM)
 
         made = calibrate(asked, on_pass)
-        return [made.speaks, made.signal, heard]
+        return [made.on_first_rank, made.signal, heard]
 
     told[name] = answers(count, job)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from mcore_peer import build, queue_without_imports
 
-from precisionctl.mcore.stand_ins import let_adam_of_pytorch_be_loaded, without_cuda
+from precisionctl.mcore.stand_ins import support_pytorch_adam, without_cuda
 
 
 def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
@@ -41,7 +41,7 @@ def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
 
 def updated(model: Any, distributed: bool) -> Any:
     """An optimizer after an update, without clipping: norms are summed in another order by each kind."""
-    let_adam_of_pytorch_be_loaded()
+    support_pytorch_adam()
     optimizer = optimizer_of(model, distributed, clip=0.0)
     optimizer.step()
     return optimizer

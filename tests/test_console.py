@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from precisionctl import console
-from precisionctl.cli.group import in_our_words
+from precisionctl.cli.group import as_our_error
 from precisionctl.errors import DataError
 from precisionctl.reports.table import Table, percent
 from precisionctl.sizes import size
@@ -38,7 +38,7 @@ def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
 
 
 def test_an_error_of_the_system_names_the_file(shown: io.StringIO) -> None:
-    console.show_error(in_our_words(PermissionError(13, "Permission denied", "/some/file")))
+    console.show_error(as_our_error(PermissionError(13, "Permission denied", "/some/file")))
     assert "Permission denied" in shown.getvalue() and "/some/file" in shown.getvalue()
 
 
@@ -52,7 +52,7 @@ def test_an_error_of_the_system_names_the_file(shown: io.StringIO) -> None:
     ],
 )
 def test_the_path_is_asked_about_only_where_it_may_be_wrong(error: OSError, is_of_path: bool) -> None:
-    told = in_our_words(error)
+    told = as_our_error(error)
     assert told.do and ("Is the path right" in told.do) == is_of_path
 
 
@@ -158,7 +158,7 @@ def test_what_a_file_says_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPa
     console.show_tables([Table("names", ("name",), [(name,)])])
     console.show_lines([name])
     console.show_error(DataError(name))
-    console.show_error(in_our_words(FileNotFoundError(2, "No such file", name)))
+    console.show_error(as_our_error(FileNotFoundError(2, "No such file", name)))
     out.flush()
     assert isinstance(out.buffer, io.BytesIO)
     for text in (out.buffer.getvalue().decode(), shown.getvalue()):

@@ -34,7 +34,7 @@ OPEN = ["1.13.0", "2.3.0", "2.15.0", "2.16.0", "2.17.0"]
         ((8, 9), (12, 1), ["DelayedScaling", "Float8CurrentScaling"]),
         ((9, 0), (12, 8), ["DelayedScaling", "Float8CurrentScaling"]),
         ((9, 0), (13, 0), ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"]),
-        ((10, 0), (13, 0), [name for name, *_ in doctor._RECIPES]),
+        ((10, 0), (13, 0), [*doctor.RECIPES]),
         ((12, 0), (13, 0), ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "NVFP4BlockScaling"]),
         (None, (), []),
     ],

@@ -87,7 +87,7 @@ def test_what_a_run_refuses_before_it_reads_data_and_weights_a_dry_run_refuses_a
 
 def test_a_dry_run_of_a_run_that_goes_on_says_where(place: Path) -> None:
     dry = dry_run(asked(place, {"out": "run", "train__steps": 2, "train__save_every": 1}))
-    assert (dry.going_on, dry.step, dry.disk.more) == (True, 2, 0)
+    assert (dry.continues, dry.step, dry.disk.more) == (True, 2, 0)
 
 
 @pytest.mark.parametrize("skip", [(), ("optimizer",)])

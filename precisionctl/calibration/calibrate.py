@@ -77,8 +77,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did. `speaks` is
-    True on the rank that reports it, the first."""
+    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did.
+    `on_first_rank` is True on the one rank that reports it."""
 
     out: Path
     states: Fp8States
@@ -86,7 +86,7 @@ class Calibrated:
     rows: int
     notes: tuple[str, ...]
     signal: Signals | None = None
-    speaks: bool = True
+    on_first_rank: bool = True
 
 
 def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
@@ -116,9 +116,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)
-    shared = (
-        {"ranks": world.data_count} if world.data_count > 1 else {}
-    )  # a pass has as many rows as the ranks together
+    # With several ranks a pass has the rows of all
+    shared = {"ranks": world.data_count} if world.data_count > 1 else {}
     identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:

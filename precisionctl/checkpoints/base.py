@@ -34,7 +34,7 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 """Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
 
 
-@dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
+@dataclass(frozen=True, slots=True)  # a large checkpoint has hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
     `[shape[0], product of the rest]`; of codes of four bits columns are bytes (`TensorSpec.width`)."""
@@ -69,10 +69,11 @@ class Box:
 
 
 class Computed(Protocol):
-    """Rows of a tensor that are stored nowhere as they are read."""
+    """The rows of a tensor that is stored nowhere: they are computed when they are read."""
 
     def rows(self, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` as `[rows, columns]`, of the tensor's dtype: the same, however they are cut."""
+        """Rows `[row, row + rows)` as `[rows, columns]`, in the tensor's dtype. Their bits do not depend on how many
+        rows are asked for."""
         ...
 
 
@@ -121,7 +122,7 @@ class Reader(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Whose names and shapes the tensors have."""
+        """Whose names and shapes the tensors have: Hugging Face's or Megatron's."""
         ...
 
     @property
@@ -151,7 +152,7 @@ class Reader(Protocol):
 
     @property
     def own_companions(self) -> Companions:
-        """Those of them that the checkpoint has itself, where others are a reference's."""
+        """The companion files of the checkpoint itself, if `companions` are a reference's."""
         ...
 
     @property
@@ -171,10 +172,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a checkpoint that does not say it itself: its `family`, if it is Megatron's and there is
-    no config.json; the directory of the same model, or of an adapter's base, that `--reference` names (`reference`),
-    its `companions` and, of a wrapper, its `towers`; the order of columns in a grouped linear's FP8 state
-    (`grouped_columns`)."""
+    """What the user says about a checkpoint that it does not say itself.
+
+    `family` is the family of a Megatron checkpoint without a config.json. `reference` is the directory that
+    `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and `towers` its
+    towers if it is a wrapper. `grouped_columns` is the order of columns in the FP8 state of grouped linears.
+    """
 
     family: str | None = None
     companions: Companions | None = None
@@ -226,7 +229,7 @@ class Writer(Protocol):
 
 
 class Chunked(Protocol):
-    """What a Reader and a Writer have in common: tensors, and where their bytes are."""
+    """The common part of a Reader and a Writer: tensors, and where their bytes are."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
@@ -289,7 +292,7 @@ def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) ->
 
 
 def read_bytes(source: Chunked, name: str, row: int, rows: int, into: Bytes | None = None) -> Bytes:
-    """The bytes of rows `[row, row + rows)`, `[rows, width * itemsize]`, as `read_rows` has their values."""
+    """As `read_rows`, but the rows' bytes `[rows, width * itemsize]`; into `into` if given."""
     spec = source.specs[name]
     if into is None:
         into = np.empty((rows, spec.width * spec.dtype.itemsize), np.uint8)
@@ -364,7 +367,8 @@ def check_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> 
 
 
 def _windows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> Iterator[tuple[Chunk, Box, Bytes]]:
-    """The chunks that rows from `row` on are in, the part of each, and its bytes among those of these values."""
+    """Yield each chunk that holds some of these rows, the part of the chunk, and the bytes of `values` that belong
+    there."""
     if 0 in values.shape:
         return
     spec = target.specs[name]
@@ -399,7 +403,7 @@ def _window(data: Bytes, part: Box, of: Box, itemsize: int) -> Bytes:
 
 
 def _held(chunk: Chunk, part: Box) -> Tensor:
-    """`part` of a chunk that is no file: a live tensor's own memory, or rows that are computed now."""
+    """`part` of a chunk that is not in a file: a view of a live tensor, or rows that are computed now."""
     if not isinstance(chunk.place, torch.Tensor):
         assert not isinstance(chunk.place, Path)
         return chunk.place.rows(part.row, part.rows)[:, part.column : part.column + part.columns]

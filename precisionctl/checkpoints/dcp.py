@@ -99,7 +99,7 @@ _PLAIN = {
     _METADATA: ("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     _FILESYSTEM: ("_StorageInfo",),
     _PLANNER: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    "pathlib": ("PosixPath",),  # of the directory that was written
+    "pathlib": ("PosixPath",),  # the path of the directory that was written
 }
 _ALLOWED = _Allowed(
     {
@@ -125,8 +125,8 @@ def read_index(directory: Path) -> Index:
 
 
 def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
-    """As `read_index`, of the content of `.metadata`. `whole` says where all of a file that it names is; `path` is for
-    errors."""
+    """As `read_index`, but of the bytes of `.metadata`. `whole` returns the span of all of a file, given its name;
+    `path` is for errors."""
     root = safe_pickle.loads(data, _ALLOWED, path)
     left = len(data)
 
@@ -170,7 +170,8 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
 
 
 def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
-    """Raise DamagedCheckpoint for keys on the same bytes: a few bytes could stand for any number of them."""
+    """Raise DamagedCheckpoint if two keys share bytes. Otherwise a small file could stand for any number of large
+    tensors."""
     placed = sorted((str(span.path), span.offset, span.length, key) for key, span in spans)
     for (path, start, length, key), (next_path, next_start, _, other) in itertools.pairwise(placed):
         if path == next_path and next_start < start + length:
@@ -179,7 +180,8 @@ def check_apart(spans: Iterable[tuple[str, Span]], where: Path) -> None:
 
 
 def _hashed(numbers: tuple[int, ...]) -> bytes:
-    """What stands for them in a table: nobody can choose bytes of one hash, as Python hashes them with a secret."""
+    """Numbers as bytes, to be keys of a dict. Python hashes bytes with a secret, so a file cannot choose keys that all
+    have one hash."""
     return struct.pack(f"{len(numbers)}q", *numbers)
 
 
@@ -211,11 +213,9 @@ class _Files:
         self._found: dict[str, Span] = {}
 
     def whole(self, relative: str) -> Span:
-        if relative not in self._found:
-            self._found[relative] = Span(self._directory / relative, 0, self._length(relative))
-        return self._found[relative]
-
-    def _length(self, relative: str) -> int:
+        """All of a file. Raises DamagedCheckpoint for one that is missing or outside the directory."""
+        if relative in self._found:
+            return self._found[relative]
         path = self._directory / relative
         if Path(relative).name == relative:
             check_link(path, self._directory)
@@ -225,7 +225,8 @@ class _Files:
             )
         if not path.is_file():
             raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
-        return path.stat().st_size
+        span = self._found[relative] = Span(path, 0, path.stat().st_size)
+        return span
 
 
 Paths = Mapping[str, tuple[str | int, ...]]

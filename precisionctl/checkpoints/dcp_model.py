@@ -1,8 +1,8 @@
-"""Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names, as trainers save it that have no names of
-their own: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp; and torchtitan's Llama. AdamW's state
-is read with it where parameters have names in it.
+"""Read a model in PyTorch's own checkpoint (DCP) with Hugging Face's names.
 
-`.metadata` says where the pieces are. What the model is says a config.json, beside it or of the reference.
+Trainers without names of their own save it: accelerate's FSDP 1 and 2, `dcp.save` of a state dict, megatron-fsdp.
+torchtitan's Llama is read, too. AdamW's state is read if it is stored by parameter name. `.metadata` says where the
+pieces are. A config.json, beside the checkpoint or in the reference, says which model it is.
 """
 
 import re
@@ -47,7 +47,8 @@ _INSIDE_MODEL = (
     "module.",
     "_orig_mod.",
 )
-"""What comes next where `model.`, or the name of an application's own dict, is not the model's."""
+"""The beginnings of names inside a model. If one of them follows `model.`, or the key of a program's own dict, that is
+a wrapper's and not the model's own."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
 
@@ -160,8 +161,8 @@ class DcpModelReader(TrainerDirectory):
         """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
         if (step := trainer_step(self.path)) is not None:
             return step
-        with suppress(CheckpointError):  # of weights alone, or of an optimizer that can only be dropped
-            return self._optimizer.updates(self.path)  # without settings, which take a read each
+        with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
+            return self._optimizer.updates(self.path)  # not `trainer_run`: each setting would take a read
         return None
 
     @property
@@ -194,7 +195,8 @@ class DcpTensors:
 
 
 def _wrapper(names: Iterable[str]) -> str:
-    """What wrappers have put before all names, or an application that saves its model in a dict of its own."""
+    """The prefix of all names that is not the model's: of wrappers such as DDP, or the key under which a program saves
+    its model."""
     names = list(names)
     common, end = commonprefix(names), 0
     if (word := _APPLICATION.match(common)) and word[0] not in _INSIDE_MODEL:

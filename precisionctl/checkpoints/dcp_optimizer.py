@@ -27,7 +27,7 @@ from precisionctl.checkpoints.trainer_run import (
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTS, MOMENTUM, TensorSpec
 
-_INSIDE = r"(?:[^.]+\.){0,2}?"  # of an application's own dict
+_INSIDE = r"(?:[^.]+\.){0,2}?"  # the keys under which a program saves model and optimizer
 _OPTIMIZER = rf"{_INSIDE}optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(step|exp_avg|exp_avg_sq|momentum_buffer)")
 _OTHER_STATE = re.compile(rf"{_OPTIMIZER}state\..+\.(\w+)")
@@ -40,10 +40,13 @@ _OF_RUN = re.compile(
 
 @dataclass(frozen=True)
 class DcpOptimizer:
-    """AdamW's tensors by parameter: `moments` by kind, Muon's too, and the `steps` that it counts. `settings` are where
-    each of a parameter group's is stored, by group. `others` are tensors that are neither, nor weights; among them may
-    be states that are `numbered`. `parameters` are where the names or numbers in each group are stored, and `names`
-    those of the numbers."""
+    """The optimizer in a DCP checkpoint, by parameter name.
+
+    `moments` are AdamW's (and Muon's) tensors by kind, and `steps` AdamW's counts of updates. `settings` has, for each
+    parameter group, where each setting is stored. `parameters` has, for each group, where the list of its parameters is
+    stored: names or numbers; `names` are the names of the numbers. `others` are tensors that are neither weights nor
+    AdamW's; those whose parameters have numbers are also in `numbered`.
+    """
 
     moments: Mapping[str, Mapping[str, DcpTensor]] = field(default_factory=dict)
     steps: Mapping[str, DcpTensor] = field(default_factory=dict)
@@ -55,12 +58,13 @@ class DcpOptimizer:
 
     @property
     def unread(self) -> str:
-        """Kinds of state that AdamW has not, such as Muon's `momentum_buffer`, in words."""
+        """The kinds of state that are not AdamW's, such as Muon's `momentum_buffer`, in words; empty if there are
+        none."""
         return not_adams(match[1] for key in self.others if (match := _OTHER_STATE.fullmatch(key)))
 
     def updates(self, where: Path) -> int:
-        """Adam's count. Raises CheckpointError where parameters differ in it, as no Megatron counts for each, and
-        DamagedCheckpoint for what is no count."""
+        """AdamW's count of updates. Raises CheckpointError if there is none, or if it differs between parameters
+        (Megatron has one count for all), and DamagedCheckpoint if it is no count."""
         counts = dict[int, str]()
         for name, tensor in self.steps.items():
             span = tensor.pieces[0].span
@@ -69,12 +73,12 @@ class DcpOptimizer:
         if not counts:
             raise CheckpointError(NO_COUNT, where=where, do=DROP_OPTIMIZER)
         if len(counts) > 1:
-            said = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
-            raise CheckpointError(f"{DIFFERENT_COUNTS}: {said}", where=where, do=DROP_OPTIMIZER)
+            examples = " and ".join(f"`{name}` {count}" for count, name in sorted(counts.items())[:2])
+            raise CheckpointError(f"{DIFFERENT_COUNTS}: {examples}", where=where, do=DROP_OPTIMIZER)
         return next(iter(counts))
 
     def groups(self) -> Iterator[ParameterGroup]:
-        """Its groups of parameters; torchtitan's, of one each, have the names of these."""
+        """The parameter groups. In torchtitan each parameter is a group, which is named after it."""
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
             yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))

@@ -24,7 +24,7 @@ PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
 
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""torch.optim.AdamW's own settings, for those that nobody stored."""
+"""torch.optim.AdamW's defaults, for settings that the source does not store."""
 
 _SWITCHES: dict[str, Any] = {
     "amsgrad": False,
@@ -35,18 +35,17 @@ _SWITCHES: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What else a parameter group of torch.optim.AdamW has."""
+"""The other keys of a parameter group of torch.optim.AdamW."""
 
 _UNDECAYED = {"weight_decay": 0.0}
 
 
 class DcpWriter:
-    """Writes a directory with `.metadata`, and config.json and tokenizer beside it. `specs` are the model's tensors by
-    the names that its class has in memory, and AdamW's moments as `optimizer.state.<kind>.<tensor>`; `run` is what is
-    known beside those.
+    """Writes a DCP directory: `.metadata` and data files, beside config.json and the tokenizer.
 
-    Parameters are in two groups, as trainers have them: matrices, whose weights decay, and others. Equal input gives
-    equal bytes.
+    `specs` are the model's tensors, under the names that its class has in memory, and AdamW's moments as
+    `optimizer.state.<kind>.<tensor>`. `run` has AdamW's count and settings. As in trainers, there are two parameter
+    groups: matrices, which have weight decay, and the rest. Equal input gives equal bytes.
     """
 
     def __init__(
@@ -63,17 +62,15 @@ class DcpWriter:
 
     @cached_property  # a plan needs no places
     def placement(self) -> Placement:
-        keys = {name: self._key(name) for name in self.specs}
+        keys: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in self.specs:
+            stored, expert = stored_name(name)
+            kind, parameter = kind_and_parameter(stored)
+            path = self._path_of_state(parameter, kind) if kind else self._path_of_weight(stored)
+            key = ".".join(path)
+            self._paths[key] = path
+            keys[name] = key, () if expert is None else (expert,)
         return Placement(self.directory, self.specs, keys, ONE_RANK, PIECE_BYTES)
-
-    def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The key that a tensor is stored under, and its place in a stack of experts."""
-        stored, expert = stored_name(name)
-        kind, parameter = kind_and_parameter(stored)
-        path = self._path_of_state(parameter, kind) if kind else self._path_of_weight(stored)
-        key = ".".join(path)
-        self._paths[key] = path
-        return key, () if expert is None else (expert,)
 
     def _path_of_weight(self, name: str) -> tuple[str, ...]:
         return "model", name
@@ -92,7 +89,7 @@ class DcpWriter:
         tensors, objects = dict(self.placement.stored), dict[str, torch_zip.Span]()
         path, offset = self.placement.free_file, 0
         with open(path, "wb") as file:
-            for place_of, record, shape in self._beside():
+            for place_of, record, shape in self._small_entries():
                 key = ".".join(map(str, place_of))
                 self._paths[key], span = place_of, torch_zip.Span(path, offset, len(record))
                 if shape is None:
@@ -107,9 +104,9 @@ class DcpWriter:
             sidecar.write(self.directory / sidecar.RELATIVE, fp8)
         dcp.write_index(self.directory, dcp.Index(tensors, objects), self._paths)
 
-    def _beside(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
-        """What is small, each with its path in the state dict and its archive: the count of every parameter, a tensor
-        of no dimension, and the settings of the groups."""
+    def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
+        """Yield the optimizer's small entries, each with its path in the state dict, its archive and its shape (None
+        for objects): the count of each parameter, a tensor of shape [], and the settings of the groups."""
         prefix = state_name("exp_avg", "")
         moments = {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
         if not self._run or not moments:
@@ -134,8 +131,9 @@ class DcpWriter:
 
 
 class TorchtitanWriter(DcpWriter):
-    """The same as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with settings for
-    each parameter; and how far schedule and training are, by Adam's count. `specs` have torchtitan's names."""
+    """As DcpWriter, but as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with
+    settings for each parameter, and AdamW's count as the progress of schedule and training. `specs` have torchtitan's
+    names."""
 
     def _path_of_weight(self, name: str) -> tuple[str, ...]:
         return (name,)

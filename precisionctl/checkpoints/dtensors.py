@@ -25,7 +25,7 @@ class Replicated:
     """Stands in for Replicate: ranks have the same."""
 
     def __setstate__(self, state: object) -> None:
-        """It has none."""
+        """A Replicate has no state."""
 
 
 class _Described:
@@ -41,8 +41,8 @@ class _Described:
 
 
 class RankShard(NamedTuple):
-    """What one rank has of a tensor `shape`: `local`, which is all of it, or of its first dimension a run of rows if it
-    is `cut`. It is a tuple because a pickle cannot modify a tuple that it has made."""
+    """A rank's part of a tensor of this `shape`: `local` is all of it or, if it is `cut`, a run of rows. It is a tuple
+    because a pickle cannot modify a tuple that it has made."""
 
     local: Any
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ def rebuilt(arguments: Any, state: Any) -> RankShard:
     _, _, size, *_ = arguments
     attributes = state[1]
     placements = attributes["_spec"].fields["placements"]
-    if type(placements) not in (tuple, list) or len(placements) > MOST_DIMENSIONS:  # they may be those of many tensors
+    if type(placements) not in (tuple, list) or len(placements) > MOST_DIMENSIONS:  # many tensors can share it
         raise ValueError(f"a DTensor placed as {shown(placements)}")
     cuts = [one for one in placements if type(one) is not Replicated]
     if len(cuts) > 1 or any(type(one) is not Sharded or type(one.dim) is not int or one.dim != 0 for one in cuts):

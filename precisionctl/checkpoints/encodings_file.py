@@ -23,7 +23,7 @@ from precisionctl.fp8.elements import E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
-from precisionctl.quant_methods.coded_weights import check_beside, complete_encoding, recognise
+from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -106,8 +106,8 @@ class WeightEncodings:
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
     def input_amax(self, name: str) -> Tensor | None:
-        """The amax, FP32 `[]`, that the fixed scale of a weight's input was made from; None where there is none. Raises
-        DamagedCheckpoint for a scale that is negative or NaN, or of an amax that FP32 does not hold."""
+        """The amax, FP32 `[]`, from which the fixed input scale of a weight was made; None without such a scale. Raises
+        DamagedCheckpoint for a scale that is negative or NaN, or whose amax exceeds FP32."""
         fixed = self._fixed_scale_of_input(name)
         return fixed and fixed[1]
 
@@ -167,7 +167,7 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
 
 
 def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "codes": NAMES[weight.dtype],
         "shape": weight.shape,
         "block": scales.block,
@@ -175,10 +175,10 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
         "input_scale_inv": scales.input,
     }
     if packing := weight.packing:
-        said["packed"] = _said_of(packing)
-        said["global_scale"] = [scales.global_scale, scales.divides]
-        said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
-    return said
+        entry["packed"] = _description(packing)
+        entry["global_scale"] = [scales.global_scale, scales.divides]
+        entry["zero_points"], entry["weight_shape"] = scales.zero_points, scales.shape
+    return entry
 
 
 def find(checkpoint: Path) -> WeightEncodings | None:
@@ -213,15 +213,16 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     return WeightEncodings(weights, scales, stored, quantization, files, path, of_weights)
 
 
-def _said_of(packing: Packing) -> list[str | int | None]:
+def _description(packing: Packing) -> list[str | int | None]:
     return [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
 
 
 def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]:
-    """Those that codes may have in the directory that they come from, by what is said of them."""
+    """The packings that weights of a directory with this `quantization_config` may have, by their description in the
+    file (`_description`)."""
     method = recognise({"quantization_config": quantization})
     formats = method.read(quantization).formats if method else ()
-    return {tuple(_said_of(form.packing)): form.packing for form in formats if form.packing}
+    return {tuple(_description(form.packing)): form.packing for form in formats if form.packing}
 
 
 def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:
@@ -249,7 +250,7 @@ def _scales(
         raise ValueError(f"{name} has as many scales as {spec.shape}")
     if weight.packing and weight.columns % found.block[1]:
         raise ValueError(f"{name} has no whole groups")
-    check_beside(found, weight, stored, where)
+    check_other_tensors(found, weight, stored, where)
     if found.zero_points is not None and (weight.packing is None or weight.packing.element is not INT4):
         raise ValueError(f"{name} has zero points")
     if found.input is not None and stored[found.input].rows * stored[found.input].columns != 1:

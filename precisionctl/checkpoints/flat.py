@@ -22,7 +22,7 @@ class FlatRun(NamedTuple):
 
 
 class Flat(Protocol):
-    """Where elements are that belong together: a tensor's, in row-major order, or those of many."""
+    """Elements that belong together: those of one tensor in row-major order, or of many."""
 
     def runs(self, start: int, count: int) -> Iterator[FlatRun]:
         """Elements `[start, start + count)`, in their order."""
@@ -33,7 +33,7 @@ class EndToEnd:
     """Flat tensors of one dtype, one after the other."""
 
     def __init__(self, parts: Sequence[tuple[Path, LocatedTensor]], counts: Sequence[int]) -> None:
-        """`counts` are the elements that are taken of each part, which may have padding behind them."""
+        """`counts` has the number of elements of each part; padding behind them in the file is skipped."""
         self._parts = parts
         self._ends = list(accumulate(counts))
 
@@ -54,8 +54,8 @@ class EndToEnd:
 
 
 @dataclass(frozen=True)
-class Within:
-    """Elements of `whole` from `first` on."""
+class FlatSlice:
+    """The elements of `whole` from number `first` on."""
 
     whole: Flat
     first: int
@@ -66,8 +66,8 @@ class Within:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A tensor cut in as many pieces as there are `ranks`: each has `each` elements of it, from `first` on, the last
-    ones fewer or none, and padding up to `each`."""
+    """A tensor cut into one piece of `each` elements for each of the `ranks`, as ZeRO 3 does; the last pieces are
+    padded. A rank's piece begins at element `first` of what the rank has."""
 
     ranks: Sequence[Flat]
     first: int
@@ -98,10 +98,10 @@ class FlatTensor:
             start += count
 
     def slices(self) -> Iterator["FlatTensor"]:
-        """What each index of its first dimension has."""
+        """The tensors at each index of its first dimension."""
         spec = TensorSpec(self.spec.shape[1:], self.spec.dtype)
         for index in range(self.spec.rows):
-            yield FlatTensor(spec, Within(self.flat, index * self.spec.columns))
+            yield FlatTensor(spec, FlatSlice(self.flat, index * self.spec.columns))
 
 
 class FlatTensors:

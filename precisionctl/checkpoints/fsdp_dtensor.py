@@ -86,7 +86,7 @@ class FsdpDtensorReader(TorchDistReader):
 
 
 def _kind(parameter: str) -> str:
-    """What groups go by: norms, experts and so on. Parameters that differ in numbers alone are in one group."""
+    """A parameter's name without numbers. Parameters of one kind (norms, experts, ...) are in one parameter group."""
     return re.sub(r"\d+", "#", parameter)
 
 

@@ -37,7 +37,8 @@ _FIRST_REQUEST = 100_000
 """Bytes of a file that are asked for first: of most files the header is in them (as in huggingface_hub)."""
 _AT_ONCE = 8
 _HTTP_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
-"""Those that versions of the Hub's client, `datasets` and fsspec ask through. Their errors have no class in common."""
+"""The HTTP libraries that versions of the Hub's client, `datasets` and fsspec use. Their errors have no common
+class."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ class HubName:
             except (ConnectionError, TimeoutError, HTTPError) as error:
                 if not unreachable(error):
                     raise
-            # without a list of files: what is missing, the directory's Reader says
+            # the Hub cannot list its files now; if some are missing, the directory's Reader says so
             config = ["config.json", "adapter_config.json"]
             cached = Path(
                 snapshot_download(self.repo, revision=self.revision, allow_patterns=config, local_files_only=True)
             )
         except (HTTPError, OSError, HFValidationError) as error:
-            raise self._in_our_words(error) from error
+            raise self._as_our_error(error) from error
         if several:
             self._check_pinned(cached.name)
         without = self._headers_at(cached.name)
@@ -164,7 +165,7 @@ class HubName:
                     allow_patterns=[escape(name) for name in names],
                     tqdm_class=tqdm if progress else Silent,
                 )
-            if Path(found).name == commit:  # else the branch moved between the two
+            if Path(found).name == commit:  # else the branch moved between the two requests
                 lengths = {name: sizes[name] for name in only_headers}
                 return self._with_headers(Path(found), names, lengths) if lengths else Path(found)
         do = f"Name a commit: {self.repo}@{commit}"
@@ -179,7 +180,7 @@ class HubName:
     def _with_headers(self, snapshot: Path, names: Sequence[str], lengths: Mapping[str, int]) -> Path:
         """A directory with these files of a snapshot, and the headers of files of these lengths. Raises
         DamagedCheckpoint where a header cannot be one."""
-        import shutil  # with the next ones a tenth of what `--help` takes
+        import shutil  # with the next two, a tenth of the time of `--help`
         import tempfile
         from concurrent.futures import ThreadPoolExecutor
 
@@ -194,7 +195,7 @@ class HubName:
                 shutil.copyfile(snapshot / name, made / name)
             left, weights = LARGEST, list(lengths)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                for begin in range(0, len(weights), _AT_ONCE):  # what is queued is asked for after an error too
+                for begin in range(0, len(weights), _AT_ONCE):  # queued requests are still made after an error
                     together = weights[begin : begin + _AT_ONCE]
                     headers = pool.map(lambda name: self._header(name, snapshot.name), together)
                     for name, header in zip(together, headers, strict=True):
@@ -212,7 +213,7 @@ class HubName:
             try:
                 made.rename(target)
             except OSError:
-                if not target.exists():  # else another process asked for the same
+                if not target.exists():  # else another process has made the same directory
                     raise
         return target
 
@@ -259,7 +260,7 @@ class HubName:
         do = "Is HF_ENDPOINT another server?"
         return EnvironmentProblem(f"the server's answer is not one that the Hub gives: {why}", where=self, do=do)
 
-    def _in_our_words(self, error: Exception) -> PrecisionctlError:
+    def _as_our_error(self, error: Exception) -> PrecisionctlError:
         from huggingface_hub.errors import (
             GatedRepoError,
             HFValidationError,
@@ -299,8 +300,8 @@ _CUT_OFF = "Try again: a server or a proxy may have cut it off."
 
 
 def unreachable(error: BaseException) -> bool:
-    """Whether the network or the server failed, by an error or by what led to it: not where a server refused what it
-    was asked, by a status below 500."""
+    """Whether an error, or one of its causes, means that the network or the server failed. A server that refuses a
+    request (a status below 500) has not failed."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in seen:
@@ -316,7 +317,7 @@ def unreachable(error: BaseException) -> bool:
 
 
 def _first_bytes(url: str, count: int) -> bytes:
-    """The first bytes of a file on the Hub. No more are taken from a server that sends all of it."""
+    """The first `count` bytes of a file on the Hub. Reading stops there even if the server sends the whole file."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
         hf_raise_for_status,
@@ -335,11 +336,11 @@ def _first_bytes(url: str, count: int) -> bytes:
 
 
 def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
-    """Of a repository's files those that a checkpoint is read from: weights in safetensors, in pickles only where there
-    are no others; configs, tokenizer and licence; FP8 state of ours. No code, and nothing else in folders. Without
-    `weights`, those beside them.
+    """The files of a repository that a checkpoint is read from.
 
-    Raises CheckpointError where there are no such weights.
+    These are weights (safetensors; pickles only if there are none), configs, tokenizer, licence, and our own FP8 state.
+    Code and other files in folders are left out. Without `weights`, only the files beside the weights. Raises
+    CheckpointError if there are no weights in one of these formats.
     """
     from precisionctl.checkpoints.companions import kind_of  # takes NumPy with it, which `--help` does without
 

@@ -107,7 +107,7 @@ class HuggingFaceReader:
 
     @property
     def weight_encodings(self) -> WeightEncodings | None:
-        """How the weights are coded, or were."""
+        """How the weights are encoded, or once were; None if they never were."""
         if not self._scales:
             return encodings_file.find(self.path)
         names = {name for scales in self._scales.values() for name in scales.names}
@@ -126,8 +126,8 @@ class HuggingFaceReader:
         return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
 
     @cached_property
-    def beside(self) -> dict[str, Any] | None:
-        """What hf_quant_config.json says, where there is one."""
+    def hf_quant_config(self) -> dict[str, Any] | None:
+        """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
         return _load_json(path) if has_file(path, self.path) else None
 
@@ -146,13 +146,13 @@ class HuggingFaceReader:
             return self.fp8.iteration if self.fp8 else None
         if (step := trainer_step(self.path)) is not None:
             return step
-        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+        with suppress(CheckpointError):  # an optimizer that can only be dropped
             return self.trainer_run.updates
         return None
 
     @cached_property
     def _optimizer(self) -> NumberedOptimizer | None:
-        """That of Hugging Face's Trainer, where it has saved one."""
+        """The optimizer of Hugging Face's Trainer; None if it saved none."""
         path = self.path / numbered_optimizer.FILE
         return NumberedOptimizer(path, self.specs) if has_file(path, self.path) else None
 
@@ -162,8 +162,8 @@ class HuggingFaceReader:
 
     @property
     def unread(self) -> str:
-        """An optimizer that has no state to go along, in words."""
-        with suppress(CheckpointError):  # of an optimizer that can only be dropped
+        """In words, an optimizer that has no state; empty if there is none."""
+        with suppress(CheckpointError):  # an optimizer that can only be dropped
             if self._optimizer and not self.optimizer_specs:
                 return f"{numbered_optimizer.FILE}, which has groups of parameters and no state of any"
         return ""
@@ -191,10 +191,10 @@ class HuggingFaceReader:
 class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
-    `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
-    there is none) with the target's dtype and `quantization`, and with those keys of `config` that it `lacks`.
-    `extra_files` are written beside it, and the weights in the files of a `file_format`. FP8 state goes to the place of
-    one that is `live`, or carried.
+    `companions` are copied as they are, except config.json. That is made from the source's (or from `config` if the
+    source has none), with the target's dtype, its `quantization`, and the keys of `config` that `lacks` reports as
+    missing. `extra_files` are written beside it. Weights are in files of a `file_format`. FP8 state goes where a run
+    loads it from if it is `live`, else where it is only carried.
     """
 
     directory: Path
@@ -259,8 +259,8 @@ CONTAINER = Container(
 
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
-    """config.json's word for the dtype of values: that of most bytes, where codes are the BF16 that they decode to, and
-    their scales nothing."""
+    """The dtype of values for config.json: the one with the most bytes. Codes count as the BF16 that they decode to,
+    and their scales do not count."""
     codes = sum(spec.rows * spec.columns for spec in specs.values() if spec.is_codes)
     counts: dict[DType, int] = {DType.bfloat16: codes * DType.bfloat16.itemsize}
     for name, spec in specs.items():
@@ -295,8 +295,8 @@ _PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32), ("weight", "_pack
 
 
 def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
-    """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
-    would lose their meaning without the `quantization_config`."""
+    """Raise PrecisionError for a matrix of integers in a directory of codes. It must be codes in a format that is not
+    read here, and without the `quantization_config` nothing could decode them."""
     for name, spec in specs.items():
         if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
             raise PrecisionError(

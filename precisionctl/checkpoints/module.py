@@ -44,7 +44,7 @@ class LiveModel:
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
     path: None = None
-    """It is in memory."""
+    """None: the model is in memory."""
 
     @cached_property  # it is used several times for each piece that is copied
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -94,7 +94,7 @@ class LazyTensors(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # so that there are never two in memory
+            self._last = None  # frees the last one first, so that there are never two in memory
             self._last = name, self._makers[name]()
         return self._last[1]
 

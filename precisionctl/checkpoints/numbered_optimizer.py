@@ -1,8 +1,8 @@
-"""AdamW's state as torch.optim saves it, under numbers: `optimizer.pt` of Hugging Face's Trainer.
+"""AdamW's state as torch.optim saves it: by numbers of parameters, in `optimizer.pt` of Hugging Face's Trainer.
 
-Numbers run through the groups of parameters, in each in the order of the model's modules. No file has the names: they
-are those of the family's class in transformers, as far as its modules are known here, and shapes must fit. Experts,
-which a directory has one by one, are one tensor there.
+Parameters are numbered group by group, and within a group in the order of the model's modules. No file has their names.
+They follow from the order of modules in the family's class in transformers, as far as that is known here, and their
+shapes must fit. Experts that a directory stores one by one are one tensor here.
 """
 
 import math
@@ -47,23 +47,23 @@ _MODULES = (
     *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
-"""The modules and parameters of the classes in transformers, those of each in the order in which it defines them; but
-for `ORDERS`."""
+"""The names of modules and parameters in transformers' classes. Those of one module are in the order in which it
+defines them, except for `ORDERS`."""
 
 TIED = "lm_head.weight"
-"""The output layer, which some save beside the embeddings that it is tied to."""
+"""The output layer, which some checkpoints store although it is tied to the embedding."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
 ORDERS: Sequence[Mapping[str, str]] = ({}, {"experts": "router"}, {"q_norm": "q_proj", "k_norm": "q_norm"})
-"""Modules that some classes have elsewhere, each directly behind another one: experts before a router's `gate`, Gemma
-4's norms before the key projection."""
+"""Modules that come at another place in some classes, each directly behind another module: experts before a router's
+`gate`, Gemma 4's norms before the key projection."""
 
 
 def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:
-    """The names in the order of the model's parameters, with modules `behind` others as one of `ORDERS` says. Raises
-    CheckpointError for modules whose order is not known."""
+    """The names, sorted into the order of the model's parameters. `behind` is one of `ORDERS`: the modules that come
+    directly after others. Raises CheckpointError if a module's place is not known."""
     names = list(names)
     ranks = {module: float(rank) for rank, module in enumerate(_MODULES)}
     unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
@@ -76,8 +76,8 @@ def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]
 
 
 def stacked_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The parameters that transformers 5 has of tensors of these names, each with those that stand in it one after the
-    other: an expert's gate and up are one, and experts a stack."""
+    """The parameters that transformers 5 has for tensors of these names, each with the tensors that it consists of: the
+    experts of a layer are one stack, in which an expert's gate and up are one."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         if match := _EXPERT.fullmatch(name):
@@ -117,9 +117,12 @@ def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) ->
 def parameters_by_number(
     groups: Sequence[Any], shapes: Mapping[int, tuple[int, ...]], specs: Mapping[str, TensorSpec], where: Path
 ) -> dict[int, tuple[str, ...]]:
-    """The tensors of `specs` that the parameter of each number holds, one after the other: one, or those of all
-    experts. Of the orders that classes have that one is taken whose `shapes` fit. Raises CheckpointError where none
-    does."""
+    """For the number of each parameter, the tensors of `specs` that it holds one after the other: one tensor, or those
+    of all experts.
+
+    Classes order their modules in different ways; the first order is taken with which all `shapes` fit. Raises
+    CheckpointError if none does.
+    """
     trained = [name for name in specs if not name.endswith(NOT_TRAINED)]
     untied = [name for name in trained if name != TIED]
     candidates = [(stacked_experts(names), behind) for names in (trained, untied) for behind in ORDERS]

@@ -38,7 +38,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
 
 
 def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
-    """What to do about a directory that is no checkpoint."""
+    """The advice in the error for a directory that is no checkpoint."""
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
     found: list[str] = []
     for folder in inside[:_LOOKED_INTO]:

@@ -34,7 +34,7 @@ class Output:
 
     @property
     def partial(self) -> Path:
-        """Where it is built."""
+        """The directory in which it is built."""
         return self.path.with_name(self.path.name + ".partial")
 
     @property

@@ -22,11 +22,11 @@ from precisionctl.param import STATE, TensorSpec, state_name
 
 @dataclass(frozen=True)
 class SavedStates:
-    """What a checkpoint holds, by the model's own names.
+    """What a checkpoint holds, under the model's own names.
 
-    `weights` are FP32 masters, but for frozen parameters and buffers, which are as the model has them. `moments` are
-    Adam's by kind, for all parameters or for none. `groups` are its groups of parameters. `unread` says in words what
-    else there is of an optimizer, and `left` what stays behind of the run.
+    `weights` are FP32 masters, except those of frozen parameters and buffers, which have the model's dtype. `moments`
+    are AdamW's by kind, of all parameters or of none. `groups` are the parameter groups. `unread` says in words which
+    other optimizer state there is, and `left` what is not carried over from the run.
     """
 
     weights: Mapping[str, FlatTensor]
@@ -46,9 +46,10 @@ def first_names(located: Mapping[str, LocatedTensor]) -> dict[str, str]:
 
 
 class SavedStatesReader(TrainerDirectory):
-    """What `saved` has of the checkpoint in `directory`; the other arguments are those of TrainerDirectory.
+    """A Reader of the `saved` states of the checkpoint in `directory`. The other arguments are those of
+    TrainerDirectory.
 
-    Raises DamagedCheckpoint for names that are those of something else.
+    Raises DamagedCheckpoint if a tensor's name would mean something else here, such as a slice of a stack.
     """
 
     def __init__(self, path: Path, hints: Hints, what: str, directory: Path, saved: SavedStates, *beside: Path) -> None:
@@ -84,7 +85,7 @@ class SavedStatesReader(TrainerDirectory):
 
     @property
     def unread(self) -> str:
-        """What there is of an optimizer that is not AdamW's, or cannot be told by parameter, in words."""
+        """In words, the optimizer state that is not AdamW's, or whose parameters are not known."""
         return self._saved.unread
 
     @property

@@ -19,7 +19,7 @@ ALIGNMENT = 64
 """Bytes that records are aligned to, as by torch.save."""
 
 _WIDE = 0xFFFFFFFF
-"""Sizes and offsets from here on stand in fields of 64 bits."""
+"""Sizes and offsets from here on are stored in fields of 64 bits."""
 _DESCRIPTOR = b"PK\7\10"
 _U64 = (1 << 64) - 1
 
@@ -95,10 +95,11 @@ _BUCKETS = (
     13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153, 2938679,
     5967347, 12117689, 24607243, 49969847, 101473717, 206062531,
 )  # fmt: skip
-"""How many buckets a std::unordered_set of libstdc++ takes as it grows; it has as many elements at most."""
+"""The numbers of buckets that libstdc++'s std::unordered_set has as it grows. It never has more elements than
+buckets."""
 
 
-@functools.lru_cache(1)  # of the archives of many ranks, one after the other
+@functools.lru_cache(1)  # many ranks have archives with the same names, written one after the other
 def _hash_of_names(names: tuple[str, ...]) -> int:
     """The hashes of all names, combined in the order in which a std::unordered_set goes through them: the bucket that
     was filled last comes first, and in a bucket the name that was put there last."""

@@ -53,7 +53,7 @@ class SmallTensor:
 
 
 EMPTY = SmallTensor(DType.uint8, (0,), b"")
-"""What Megatron has in place of FP8 state where there is none."""
+"""The payload that Megatron stores for a module without FP8 state."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""torchtitan's Llama under Hugging Face's names, weights and moments alike.
+"""torchtitan's Llama under Hugging Face's names: weights and moments.
 
-It has the two numbers of a rotary pair in neighbouring rows of queries and keys, Hugging Face in the two halves of a
-head (torchtitan, Llama3StateDictAdapter). With fused attention the moments are those of one tensor, of which each group
-of queries has its heads, then a key, then a value; a hook splits the weights alone (models/common/attention.py).
+torchtitan stores the two numbers of a rotary pair in neighbouring rows of queries and keys, Hugging Face in the two
+halves of a head (torchtitan, Llama3StateDictAdapter). With fused attention, queries, keys and values have their moments
+in one tensor: for each group of queries its heads, then a key, then a value. The weights are stored apart, as a hook
+splits them when they are saved (models/common/attention.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What checkpoints of trainers share that have Hugging Face's names and no model of their own: config.json says which
-model it is, beside the checkpoint, as Hugging Face's Trainer has it, or of the reference."""
+"""Shared by checkpoints of trainers that have Hugging Face's names but no description of the model. A config.json
+describes it: beside the checkpoint, as Hugging Face's Trainer writes it, or in the reference."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +19,8 @@ from precisionctl.untrusted.safe_files import check_link
 
 
 class TrainerDirectory:
-    """The part of a Reader that is not tensors. `what` it is, is said in errors; `beside` are directories where its
-    config.json may be too."""
+    """The part of a Reader that is not about tensors. `what` names the kind of checkpoint in errors, and `beside` are
+    further directories that may have its config.json."""
 
     layout: Layout = "hf"
     encodings: Mapping[str, Encoding] = {}
@@ -41,7 +41,7 @@ class TrainerDirectory:
 
     @property
     def companions(self) -> Companions:
-        """Those of the reference that a user has named, else those beside the checkpoint."""
+        """The companion files of the reference if the user names one, else those beside the checkpoint."""
         return self._hints.companions or self.own_companions
 
     @cached_property
@@ -62,5 +62,6 @@ class TrainerDirectory:
 
 
 def says_its_model(reader: Reader | TrainerDirectory) -> bool:
-    """Whether a checkpoint has what says which model it is. Else names are as they are stored."""
+    """Whether something describes the model of a checkpoint. If not, tensors keep the names under which they are
+    stored."""
     return not isinstance(reader, TrainerDirectory) or "config.json" in reader.companions.files

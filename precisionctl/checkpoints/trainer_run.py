@@ -20,25 +20,26 @@ from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
 NO_COUNT = "nothing says how many updates the optimizer made"
-"""Of an optimizer without Adam's count: no other optimizer can continue without it."""
+"""The error for an optimizer without AdamW's count, with which no other optimizer can continue."""
 
 DIFFERENT_COUNTS = "its parameters had different numbers of updates"
-"""Of an optimizer that has counted each parameter's updates by itself: one count has no place for it."""
+"""The error for an optimizer whose parameters have different counts, where the result has one count for all."""
 
 NO_SCHEDULE = "the schedule of learning rates, whose kind is not stored"
 OF_THE_LOOP = ("random generators", "the order of data")
-"""What stays behind of any other trainer's run, as `TrainerRun.left`."""
+"""What is never carried over from another trainer's run, for `TrainerRun.left`."""
 
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """What a trainer saves of a run beside tensors.
+    """What a trainer saves of a run besides tensors.
 
-    `updates` is Adam's count, the same for all parameters. `settings` are AdamW's where weights decay, as far as they
-    are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`, `weight_decay`. `left` says
-    what stays behind, in words. `muon` are the `lr`, `weight_decay` and `momentum` of torch's Muon, if it trained some.
+    `updates` is AdamW's count, the same for all parameters. `settings` are AdamW's, of the parameters with weight
+    decay, as far as they are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`,
+    `weight_decay`. `left` says in words what is not carried over. `muon` has `lr`, `weight_decay` and `momentum` of
+    torch's Muon, if it trained some parameters.
     """
 
     updates: int
@@ -58,7 +59,8 @@ class TrainedReader(Reader, Protocol):
 
     @property
     def trainer_run(self) -> TrainerRun:
-        """What is beside them. Raises CheckpointError where it contradicts itself, or lacks the count of updates."""
+        """The run's state besides tensors. Raises CheckpointError if it contradicts itself, or lacks the count of
+        updates."""
         ...
 
 
@@ -77,8 +79,8 @@ class ParameterGroup:
 
     @property
     def of_muon(self) -> bool:
-        """Whether it is one of torch's Muon, which alone has this setting: SGD and other Muons have momentum, too, and
-        weigh gradients otherwise."""
+        """Whether torch's Muon trained this group. No other optimizer has this setting; SGD and other implementations
+        of Muon also have momentum, but use it differently."""
         return "adjust_lr_fn" in self.settings
 
     @property
@@ -87,8 +89,8 @@ class ParameterGroup:
         return _is_number(decay) and decay > 0
 
     def matrices(self, *, others: bool = False) -> list[str]:
-        """The names of its matrices, also stacks of them, or of the `others`: norms, and biases, of which experts have
-        stacks."""
+        """The names of the group's matrices and stacks of matrices; with `others`, of its norms and biases (stacks of
+        biases too)."""
         shapes = (self.shapes or {}).items()
         return [name for name, shape in shapes if (len(shape) > 1 and not name.endswith("bias")) != others]
 
@@ -110,32 +112,34 @@ def with_parameters(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
 
 
 def adam_run(updates: int, groups: Sequence[ParameterGroup], where: Path, *left: str) -> TrainerRun:
-    """The run of a trainer whose optimizer is AdamW, with what else of it is `left` behind. Raises as
-    `adam_settings`."""
+    """The run of a trainer whose optimizer is AdamW; `left` says in words what else of the run is not carried over.
+    Raises as `adam_settings`."""
     lost = (NO_SCHEDULE, *left, *OF_THE_LOOP, *lost_settings(groups))
     return TrainerRun(updates, adam_settings(groups, where), lost)
 
 
 def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, Any]:
-    """AdamW's settings for weights: those of most parameters that decay, as trainers give norms and biases no decay,
-    else of most.
+    """AdamW's settings of a run: those that apply to most parameters with weight decay, or, if no group has any, to
+    most parameters. (Trainers give norms and biases no weight decay.)
 
-    Raises DamagedCheckpoint for what no AdamW takes, in any group that has parameters.
+    Raises DamagedCheckpoint if any group with parameters has settings that AdamW does not accept.
     """
     found = [(group, _numbers(group, (*_NUMBERS, "betas"), "AdamW", where)) for group in with_parameters(groups)]
     return _of_most([one for one in found if one[0].decays] or found)
 
 
 def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
-    """What torch's Muon and Megatron's both store of their settings, and mean by them: those of most parameters. Raises
-    DamagedCheckpoint for what Muon does not take, in any group that has parameters."""
+    """The settings that torch's Muon and Megatron's both store with the same meaning, as most parameters have them.
+
+    Raises DamagedCheckpoint if any group with parameters has settings that Muon does not accept.
+    """
     needed = ("lr", "weight_decay", "momentum")
     keys = (*needed, "initial_lr")
     return _of_most([(one, _numbers(one, keys, "Muon", where, needed)) for one in with_parameters(groups)])
 
 
 def _of_most(found: Sequence[tuple[ParameterGroup, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """The settings that most parameters have."""
+    """The settings that apply to the largest number of parameters."""
     sizes: dict[str, int] = Counter()  # some trainers make each parameter a group
     for group, settings in found:
         sizes[repr(settings)] += len(group.shapes or ())
@@ -158,22 +162,22 @@ def _numbers(
 
 
 def lost_settings(groups: Sequence[ParameterGroup]) -> tuple[str, ...]:
-    """What of the settings of groups of parameters a result has no place for, in words: it has those of one group, and
-    weight decay of matrices, all of them, alone."""
+    """In words, which settings of these groups are lost in a result, which has one group's settings for all parameters,
+    and weight decay for exactly the matrices."""
     groups = with_parameters(groups)
     decaying, spared = ([group for group in groups if group.decays == does] for does in (True, False))
     values = {key: {repr(group.settings.get(key)) for group in groups} for key in (*_NUMBERS, "betas")}
     values["weight_decay"] = {repr(group.settings["weight_decay"]) for group in decaying}
     lost = [key for key, found in values.items() if len(found) > 1]
-    said = [f"different {', '.join(lost)} for groups of parameters"] if lost else []
+    words = [f"different {', '.join(lost)} for groups of parameters"] if lost else []
     unknown = any(group.shapes is None for group in groups)
     if any(group.matrices(others=True) for group in decaying) or (unknown and decaying and not spared):
-        said.append("weight decay of norms and biases")
+        words.append("weight decay of norms and biases")
     if decaying and (undecayed := [name for group in spared for name in group.matrices()]):
         others = len(undecayed) - 1
         more = f" and {counted(others, 'more matrix', 'more matrices')} do" if others else " does"
-        said.append(f"that `{undecayed[0]}`{more} not decay")
-    return tuple(said)
+        words.append(f"that `{undecayed[0]}`{more} not decay")
+    return tuple(words)
 
 
 _STATE = "trainer_state.json"
@@ -195,7 +199,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def not_adams(kinds: Iterable[object]) -> str:
-    """Which of these kinds of state AdamW has not, in words; empty if it has all."""
+    """In words, which of these kinds of state are not AdamW's; empty if all are."""
     others = sorted(map(str, set(kinds) - {"step", *MOMENTS}))
     return f"{shown(others)}, which AdamW has not" if others else ""
 

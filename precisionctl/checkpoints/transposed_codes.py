@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROOM = 4 << 20
-"""Bytes of codes that are kept of a weight, so that what reads rows does not read each column's few bytes by itself."""
+"""Bytes of a weight's codes that are cached. Without, reading rows would read a few bytes of each stored row at a
+time."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ each of eight outputs is."""
@@ -34,8 +35,8 @@ _FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the 
 
 @dataclass(frozen=True)
 class _Module:
-    """What is stored of a weight `[out, in]`. `group` is how many inputs share a scale; `order` names the tensor that
-    says which group each input is in."""
+    """The stored tensors of a weight `[out, in]`. `group` inputs share a scale; `order` names the tensor with the group
+    of each input, None if there is none."""
 
     name: str
     out: int
@@ -67,17 +68,19 @@ class _Slab:
 
 
 def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
-    """Those of the tensors `stored` in a directory with this config.json; None where it names another method."""
+    """The transposed codes among the `stored` tensors of a directory with this config.json; None if it names another
+    method."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return TransposedCodes(stored, quantization, where) if quantization and method in AS_VALUES else None
 
 
 class TransposedCodes:
-    """The weights of a directory whose codes are those of the transpose, by name, as BF16 values that are computed.
+    """The weights of a GPTQ or AWQ directory, by name, as BF16 values. The stored codes are those of the transposed
+    weight; rows are computed when they are read.
 
-    Raises PrecisionError for a config or a width that is not read, DamagedCheckpoint for tensors that contradict one
-    another.
+    Raises PrecisionError for a config or a width of codes that is not read, DamagedCheckpoint for tensors that
+    contradict one another.
     """
 
     def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
@@ -104,7 +107,7 @@ class TransposedCodes:
 
     @property
     def words(self) -> str:
-        """What they are, and are read as."""
+        """What is stored, and what it is read as, in words."""
         bits = sorted({module.bits for module in self._modules.values()})
         return f"{' and '.join(f'{each}-bit' for each in bits)} integers of {self._method}, read as bfloat16"
 
@@ -246,7 +249,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found: str = _first_said(quantization, "checkpoint_format", "gptq")
+    found: str = _value_of(quantization, "checkpoint_format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
         raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
@@ -258,20 +261,21 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     if quantization.get("zero_point") not in (None, True):
         what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
-    found = _first_said(quantization, "version", "gemm")
+    found = _value_of(quantization, "version", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
         raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
 
 
-def _first_said(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
-    """What is said under a key, or under `format`, as the tools' other versions have it; else what is usual."""
+def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
+    """The value of a key of the config, or of `format`, its name in other versions of the tools; else the `usual`
+    one."""
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
 
 
 def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
-    """Raise PrecisionError for modules that are coded each in its own way, and for words other than int32. Rules of
-    GPTQModel's `dynamic` that begin with `-:` name modules that are not coded."""
+    """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
+    `dynamic`, a rule that begins with `-:` only names modules without codes."""
     own = quantization.get("dynamic") or {}
     if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
         raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=_FROM_THE_RELEASE)

@@ -24,7 +24,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.dtensors import RankShard
-from precisionctl.checkpoints.flat import EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.flat import EndToEnd, FlatSlice, FlatTensor
 from precisionctl.checkpoints.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, SavedStatesReader, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
@@ -40,7 +40,7 @@ _LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
 _WHAT = "not what verl writes"
 
 RankParts = Sequence[tuple[Path, Any]]
-"""What each rank of one copy of the model has of a tensor, with the file that it is in."""
+"""For each rank of one copy of the model, the file and the rank's part of a tensor."""
 
 
 def recognise(path: Path) -> bool:
@@ -92,7 +92,8 @@ def _read(directory: Path) -> SavedStates:
 
 
 def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mapping[str, TensorSpec]) -> SavedStates:
-    """With what the ranks of one copy have of AdamW's state, or what else it is in words."""
+    """The states with AdamW's, as the ranks of one copy of the model have it; or with a note in words on the optimizer
+    that cannot be read."""
     contents = [(path, skeleton(path)) for path in files]
     if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for _, one in contents):
         return replace(saved, unread="it is not under numbers, as torch.optim's is")
@@ -137,7 +138,8 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _ranks_of_a_copy(states: Sequence[Mapping[str, Any]]) -> int:
-    """How many ranks have the model together: the longest that any tensor takes until all its rows are there."""
+    """How many ranks together hold one copy of the model: as many as it takes until all rows of every tensor are
+    there."""
     most = 1
     for name, one in states[0].items():
         if isinstance(one, RankShard) and one.cut:
@@ -153,8 +155,8 @@ def _rows(one: object) -> int:
 
 
 def _parameters(state: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters, in their order: a tensor that is there again is tied, and one that is whole among
-    DTensors a buffer."""
+    """The names of the parameters, in their order. A tensor on the same bytes as an earlier one is tied to it, and a
+    whole tensor among DTensors is a buffer; neither is a parameter."""
     kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
     local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
     located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}
@@ -216,7 +218,7 @@ def _moments(
                 whole = _joined(found, unit[0], (count * len(states),))
                 for name, end, size in zip(unit, accumulate(sizes), sizes, strict=True):
                     spec = TensorSpec(parameters[name].shape, whole.spec.dtype)
-                    tensors[name] = FlatTensor(spec, Within(whole.flat, end - size))
+                    tensors[name] = FlatTensor(spec, FlatSlice(whole.flat, end - size))
             return tensors
     what = f"an optimizer of {len(numbers)} parameters or units, which are none of this model's"
     raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)

@@ -73,9 +73,9 @@ def general_options() -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command whose help ends with `examples`, what follows `precisionctl` in a shell, and has its options in
-    `sections` by title; those in none of them come after. `headers_do` says of parameters whether headers are all that
-    the command reads of weights on the Hub."""
+    """A command whose help has its options in `sections`, by title, and ends with `examples` (what follows
+    `precisionctl` in a shell). Options in no section come last. Given the command's parameters, `headers_do` says
+    whether it reads no more than the headers of weights, so that only those are downloaded from the Hub."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}precisionctl {example}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _told(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
+        with _verbosity(quiet=ctx.meta[_QUIET], verbose=ctx.meta[_VERBOSE]):
             _download(ctx, headers=self.headers_do(ctx.params))
             return super().invoke(ctx)
 
 
 def _download(ctx: click.Context, *, headers: bool) -> None:
-    """Download what is given by its name on the Hub, or of weights only the `headers`: now, as no option is wrong any
-    more."""
+    """Download the checkpoints that parameters name on the Hub; with `headers`, only the headers of their weights. This
+    is done last, when all options have been checked."""
     names = ctx.meta[_NAMES] = {key: value for key, value in ctx.params.items() if isinstance(value, HubName)}
     if not names:
         return
@@ -136,8 +136,8 @@ def repository_of(ctx: click.Context, parameter: str) -> str | None:
 
 
 @contextmanager
-def _told(*, quiet: bool, verbose: bool) -> Iterator[None]:
-    """Print less, or what the package logs."""
+def _verbosity(*, quiet: bool, verbose: bool) -> Iterator[None]:
+    """A context that prints less if `quiet`, and shows the package's log if `verbose`."""
     with ExitStack() as until:
         if quiet:
             from precisionctl import console
@@ -181,12 +181,12 @@ class Commands(click.Group):
                 raise
             from precisionctl import console
 
-            told = in_our_words(error)
-            console.show_error(told)
+            ours = as_our_error(error)
+            console.show_error(ours)
             if ctx.meta[_JSON]:
-                kind = type(told).__name__
-                print_json({"error": {"kind": kind, "what": told.what, "where": told.where, "do": told.do}})
-            ctx.exit(2 if isinstance(told, RecipeError) else 1)
+                kind = type(ours).__name__
+                print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
+            ctx.exit(2 if isinstance(ours, RecipeError) else 1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their registration, not of the alphabet
@@ -213,15 +213,15 @@ _ALIKE = 0.7
 
 
 def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
-    """An unknown option, answered with the nearest that the help shows: click's own guesses are in alphabetical order,
-    and hidden ones among them."""
+    """An unknown option's error, with the most similar option that the help shows. click's own guesses are in
+    alphabetical order, and include hidden options."""
     shown = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
     nearest = meant(error.option_name, (name for param in shown for name in param.opts), _ALIKE)
     return click.NoSuchOption(error.option_name, f"No such option '{error.option_name}'. {nearest}".rstrip(), ctx=ctx)
 
 
-def in_our_words(error: Exception) -> PrecisionctlError:
-    """Any error as one of ours."""
+def as_our_error(error: Exception) -> PrecisionctlError:
+    """An error of any kind as one of our own errors."""
     if isinstance(error, PrecisionctlError):
         return error
     if isinstance(error, OSError):

@@ -51,8 +51,8 @@ class ExistingPath(click.Path):
 
 
 class DataPath(click.Path):
-    """A path of data, or a name: of Megatron's data, which no file has, of a split, or of a data set on the Hub. One
-    that leads nowhere is refused before the command imports PyTorch and reads a checkpoint."""
+    """A path of data, or a name: of Megatron's data (two files), of a split, or of a data set on the Hub. If nothing is
+    there, the command fails before it imports PyTorch and reads a checkpoint."""
 
     name = "path"
 
@@ -67,7 +67,8 @@ class DataPath(click.Path):
 
 
 class NewFile(click.Path):
-    """A file to write at the end of a command, which may take long: whether that is possible is asked before."""
+    """A file to write at the end of a command. As the command may take long, it is checked at the start whether the
+    file can be written."""
 
     name = "path"
 
@@ -113,7 +114,7 @@ class Choice(click.Choice[str]):
 
 
 class EngineName(click.ParamType[str]):
-    """What an export is for, by name: a bundled one, or from another package. Commands look it up."""
+    """The name of an export's target: a bundled engine, or one from another package. Commands look it up."""
 
     name = "engine"
 

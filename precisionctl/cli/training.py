@@ -126,7 +126,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     in_core = engine == "megatron-core"
     if dry_run:
         dry = dry_run_of(settings, train_in_core.CORE if in_core else BUNDLED)
-        console.show_lines(report.dry_run(dry) if dry.speaks else [])
+        console.show_lines(report.dry_run(dry) if dry.on_first_rank else [])
         return
     with console.RunView() as view:
 
@@ -141,7 +141,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
 
         train = train_in_core.resume if in_core else trainer.resume
         finished = train(settings, on_start, on_step, view.tokenized)
-    if finished.speaks:
+    if finished.on_first_rank:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)
 
@@ -209,7 +209,7 @@ def calibrate(
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
     with console.rows_progress("calibrating") as on_pass:
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
-    if made.speaks:
+    if made.on_first_rank:
         console.show_lines(report.calibrated(made))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 

@@ -79,7 +79,7 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
 
 
 def _trainer_run(source: Source) -> TrainerRun | None:
-    """What is known of the run whose optimizer is converted, too."""
+    """The state besides tensors of the run whose optimizer is converted; None if none is."""
     if source.trained and of_trainer(source.trained):
         run = source.trained.trainer_run
         if run.muon:
@@ -110,7 +110,8 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
-    config = _config(plan)
+    makes_config = not isinstance(plan.model, UntabledModel) and plan.model.wrapper is None  # others always have one
+    config = to_hf_config(plan.model, config_dtype(plan.targets)) if makes_config else {}
     if request.container in (DCP, TORCHTITAN):
         make_dcp = TorchtitanWriter if request.container == TORCHTITAN else DcpWriter
         return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))
@@ -148,10 +149,3 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
         te=request.te_version,
     )
     return WithTowers(writer, plan.towers.targets, request.max_shard_size) if plan.model.wrapper else writer
-
-
-def _config(plan: Plan) -> Mapping[str, Any]:
-    """A config.json for a model that has none: none for a wrapper, or a model without a table, which always have."""
-    if isinstance(plan.model, UntabledModel) or plan.model.wrapper:
-        return {}
-    return to_hf_config(plan.model, config_dtype(plan.targets))

@@ -29,7 +29,7 @@ from precisionctl.errors import PrecisionError, RecipeError, nearest
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
-from precisionctl.export.model_card import Card, beside
+from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
@@ -69,8 +69,8 @@ def for_engine(request: Request, source: Source) -> Result:
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme)
     if scheme in FIXED_INPUTS:
-        notes += input_scale_notes(known.current, request.fp8_state, file_told=True)
-    notes += known.notes  # of outdated state the scheme has told
+        notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
+    notes += known.notes  # no note on outdated state: the choice of the scheme names it
     policy = in_scheme(
         source.plan,
         source.states,
@@ -117,7 +117,8 @@ def for_engine(request: Request, source: Source) -> Result:
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
-    """What of a model's config.json says which class it is of; of a wrapper, its towers' too."""
+    """The part of a model's config.json that names its class; for a wrapper, all of it, which also describes the
+    towers."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
         return config
@@ -127,7 +128,8 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
 
 
 def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
-    """How weights are coded and spelled."""
+    """The format of the weights: method, scheme, and what new scales are rounded to. Raises PrecisionError for a scheme
+    that the engine does not read, and RecipeError for FP8 state that nothing would use."""
     if scheme not in engine.spells:
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
@@ -139,12 +141,12 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     now = source.encodings_now
     if scheme == "block" and now is not None and (in_powers_of_2(now) or all_mxfp4(now)):
-        numbers = "powers of 2"  # which MXFP4 needs to stay what it is
+        numbers = "powers of 2"  # so that values of MXFP4 stay exact
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
 
 
 def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
-    """What the model card says of a result for an engine."""
+    """The model card of a result for an engine."""
     code, name = source.reader.companions.code, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
     fixed, kept_inputs = form.scheme in FIXED_INPUTS, form.scheme.endswith("a16")
@@ -158,7 +160,7 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     }
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
-    command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
+    command = engine.serve(path_in_command(name), request.ranks, fp8_cache=request.kv_cache is not None)
     kept = modules_in_bf16(source.plan, set(plan.codes))
     bits = FOUR_BITS.get(form.scheme, "FP8")
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, bits)
@@ -196,29 +198,28 @@ def as_before(request: Request, source: Source) -> Result:
 
 
 def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
-    """What the model card says of codes that are what they were, for whichever engine reads them."""
-    encodings = policy.encodings
-    method = policy.method
-    said = method.read(encodings.quantization)
-    scheme = said.scheme
+    """The model card of a result with its old codes, for whichever engine reads them."""
+    encodings, method = policy.encodings, policy.method
+    quantization = method.read(encodings.quantization)
+    scheme = quantization.scheme
     serving = [engine for engine in engines().values() if scheme in engine.reads.get(method.name, ())]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
-    by_engine = any(form.packing is None or form.same_inputs for form in said.formats)
+    inputs = "as they were, or of what was recorded since"
+    if not fixed:
+        by_engine = any(form.packing is None or form.same_inputs for form in quantization.formats)
+        inputs = _BY_ENGINE if by_engine else _IN_BF16
     facts = {
         "weights": ", ".join(dtypes),
         "format": method.name,
         "scheme": scheme,
         "codes and scales": "those that the weights had before; new ones where values have changed",
-        "input scales": "as they were, or of what was recorded since"
-        if fixed
-        else _BY_ENGINE
-        if by_engine
-        else _IN_BF16,
+        "input scales": inputs,
     }
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]
     kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
     title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
-    command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
+    path = path_in_command(name)
+    command = "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}"
     codes = " and ".join(sorted({spec.codes_name for spec in encodings.weights.values()}))
     return Card(name, title, method.name, command, facts, list(encodings.weights), kept, codes=codes)

@@ -45,15 +45,15 @@ _NAMES = {
 """Whose names a family has, where not Megatron-Core's."""
 
 
-def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
-    """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
+def family_notes(reader: Reader, to: Layout, *, named: bool) -> Iterator[str]:
+    """Notes on the source's family, and that it was guessed, unless the command named it (`named`)."""
     model = reader.model
     table = table_of(model)
     if to == "megatron" and table.names_by != "Megatron-Core":
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
-    if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
+    if to == "hf" and of_megatron(reader) and not named and not reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
             yield (
@@ -126,7 +126,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
 
 
 def adapter_notes(reader: Reader) -> Iterator[str]:
-    """What an adapter does to its base."""
+    """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
         changed, replaced = len(reader.changes), len(reader.replaced)
@@ -251,7 +251,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
             "--fp8-state uses it."
         )
     modules = change.states.modules
-    waiting = [  # modules with other roles to record; the weight is left out, as one of zeros never has a history
+    waiting = [  # modules with other roles to record; weights do not count, as a weight of zeros never has a history
         name
         for name in change.from_weights
         if not all(modules[name].roles[role].recorded for role in IN_USE if role != "weight")
@@ -264,7 +264,7 @@ def state_notes(change: StateChange) -> Iterator[str]:
 
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
-    """That weights which were codes are values now, and how they become codes again."""
+    """Notes that weights which were codes are values now, and how to make them codes again."""
     formats = Counter(spec.codes_name for spec in encodings.weights.values())
     were = " and ".join(
         f"{counted(count, 'weight was', 'weights were')} {name} codes" for name, count in formats.items()
@@ -276,7 +276,7 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
-    """That weights which were codes are values now, and stay values."""
+    """Notes that weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
         weights = counted(count, "weight was", "weights were")
         yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."
@@ -285,12 +285,12 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
         yield f"{weights} {transposed.words}. There is no way back to those codes."
 
 
-def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_told: bool = False) -> Iterator[str]:
-    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, unless `KnownState.notes`
-    beside these tell that, else the FP8 state `recorded`, else, if that is None, the fixed scales of the source's
+def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_is_noted: bool = False) -> Iterator[str]:
+    """Notes on where an export's fixed input scales come from: `file` (that of --fp8-state; no note if `file_is_noted`,
+    because `KnownState.notes` say it already), else the FP8 state `recorded`, else the fixed scales of the source's
     codes."""
     if file:
-        yield from () if file_told else (f"Input scales are those of {file}.",)
+        yield from () if file_is_noted else (f"Input scales are those of {file}.",)
     elif recorded:
         yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:

@@ -81,7 +81,7 @@ def open_source(request: Request) -> Source:
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
-        encodings = None  # engines read such codes as they were released, and no others of these weights
+        encodings = None  # engines read these codes only as they were released
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
         trained = reader
@@ -114,10 +114,11 @@ def open_source(request: Request) -> Source:
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
-    """The dtype of what a result has as values; None: of each that which it is stored in.
+    """The dtype of a result's values; None keeps the dtype in which each is stored.
 
-    So it is beside codes for an engine, if most matrices of the source are BF16 or codes: what is FP32 there is so for
-    a reason. A source in FP32 as a whole becomes BF16, for engines read in config.json what to compute in.
+    For an engine it is None if most matrices of the source are BF16 or codes: a tensor that is FP32 among those is so
+    for a reason. A source that is FP32 as a whole becomes BF16, because engines take the dtype to compute in from
+    config.json.
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype == DType.bfloat16 for spec in matrices)
@@ -131,9 +132,9 @@ def open_hinted(
     reference: Path | None,
     order: ColumnOrder | None,
 ) -> Reader:
-    """A Reader, opened with what the user says of the checkpoint: fields of a Request. A reference of the same model
-    changes nothing where the checkpoint has all of it. Raises RecipeError for hints that contradict it, and for others
-    that are not needed, and as `open_checkpoint`."""
+    """Open a checkpoint with what the user says about it: fields of a Request. A reference of the same model is ignored
+    if the checkpoint has everything itself. Raises RecipeError for hints that contradict the checkpoint and for other
+    hints that it does not need, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     towers = _towers_of(reference, companions) if reference and companions else None
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
@@ -149,7 +150,7 @@ def open_hinted(
             raise RecipeError(what, where=reference, do="Give another one.")
     elif companions and not architecture and "config.json" in own.files:
         _check_same_model(reader, companions, reference)
-        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # as it says all itself
+        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # it needs nothing from the reference
     elif architecture and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
@@ -180,7 +181,7 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
         return
     model, other = (read_model(config, where, reader.specs) for config, where in configs)
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
-        differing = ["config.json"]  # of which no table says what changes nothing
+        differing = ["config.json"]  # no table says which of its keys change nothing
     else:
         differing = [*model.differences(other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
     if differing:
@@ -213,7 +214,8 @@ def _companions_of(reference: Path) -> Companions:
 
 
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
-    """The towers of a reference that is a wrapper; None for others, of which no weights are read."""
+    """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
+    read."""
     config = parse_json(companions.files["config.json"], reference / "config.json")
     has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

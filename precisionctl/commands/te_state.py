@@ -24,7 +24,7 @@ from precisionctl.commands.source import Source
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes
-from precisionctl.export.model_card import Card, beside
+from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -47,7 +47,7 @@ def with_te_state(request: Request, source: Source) -> Result:
     states = _of_gemms(request, source)
     notes = [
         *source.known.notes,
-        *input_scale_notes(recorded, request.fp8_state, file_told=True),
+        *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
         *left_behind_notes(reader),
         *missing_notes(reader),
         *adapter_notes(reader),
@@ -85,7 +85,7 @@ def _of_gemms(request: Request, source: Source) -> Fp8States:
 def _with_weight_scales(
     states: Fp8States, plan: Plan, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
-    """The same state with scales of the weights that are written."""
+    """The state, with the weight role's scales computed from the weights that are written."""
     gemms = {module: shape for module, shape in plan.gemms.items() if module in states.modules}
     modules = {}
     for module, amax in amax_by_module(weight_amax, gemms).items():
@@ -96,7 +96,7 @@ def _with_weight_scales(
 
 
 def _card(request: Request, source: Source, states: Fp8States) -> Card:
-    """What the model card says of it."""
+    """The model card of the result."""
     plan, name = source.plan, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
     facts = {
@@ -107,5 +107,5 @@ def _card(request: Request, source: Source, states: Fp8States) -> Card:
     in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
-    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(beside(name))})"
+    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
     return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, request.base_model)

@@ -36,6 +36,6 @@ def with_torchtitan_names(plan: Plan) -> Plan:
 
 
 def _torchtitan_name(name: str) -> str:
-    """The name of a weight, or of the state of one."""
+    """torchtitan's name of a weight, or of a weight's optimizer state."""
     kind, parameter = kind_and_parameter(name)
     return state_name(kind, torchtitan_name(parameter)) if kind else torchtitan_name(name)

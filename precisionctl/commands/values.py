@@ -38,7 +38,7 @@ def as_values(request: Request, source: Source) -> Result:
     and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
     state = known.current or (source.calibrated if request.precision == "fp8" else None)
-    sidecar = known.current or source.calibrated or known.outdated  # what no run is to start from
+    sidecar = known.current or source.calibrated or known.outdated  # state to carry along, from which no run starts
     if request.precision == "fp8":
         check_fp8_gemms(plan, request.numerics(plan.model))
     run = NO_RUN
@@ -60,7 +60,7 @@ def as_values(request: Request, source: Source) -> Result:
 def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
-    yield from family_notes(reader, request.to, told=request.architecture is not None)
+    yield from family_notes(reader, request.to, named=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
     yield from decoded_base_notes(reader)
@@ -87,15 +87,15 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
 
 
 def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:
-    cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
+    cut = plan.model.moe is not None and request.container != "torch"  # payloads are cut for each rank of experts
     return payload_notes(request.te_version, request.parallelism.expert if cut else None)
 
 
 def _live_state(
     request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
-    """The state that a run will load, once the weights' amaxes are known: of the modules that carry some, or, where the
-    result is to be trained in FP8, of every FP8 GEMM of the recipe."""
+    """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
+    result is for training in FP8, for every FP8 GEMM of the recipe."""
     reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
@@ -103,7 +103,7 @@ def _live_state(
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
     change = carry_state(state, amax, request.state_recipe)
     states = change.states
-    if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # then nothing proves the rest
+    if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)
     elif state is None:
         states = replace(states, of_weights=digest_weights(reader))

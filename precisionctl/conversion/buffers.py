@@ -79,20 +79,20 @@ _BLOCK = 17
 def worker_memory(plan: Plan) -> int:
     """The most bytes that one worker allocates while it carries out a plan."""
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
-    # Tensors that are computed, not moved, are in memory whole, read and made; with Megatron's in between if both sides
-    # are Hugging Face's
+    # A job that computes has whole tensors in memory: those it read and those it made. Between two Hugging Face
+    # directories, Megatron's are made in between.
     copies = 4 if plan.source == plan.target else 2
-    computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
+    computed = [
+        copies * WIDEST * sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
+        for job in plan.jobs
+        if plan.computes(job)
+    ]
     encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
     return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
 
 
-def _elements(job: Job, plan: Plan) -> int:
-    return sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
-
-
 def _blocks(job: Job, plan: Plan) -> int:
-    """How many blocks with a scale of their own the tensors have that a job encodes."""
+    """The number of blocks with a scale in the tensors that a job encodes."""
     weights = job.encode.weights if job.encode else {}
     specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
     return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

@@ -92,9 +92,9 @@ def execute(
     """
     if ranks.first:  # the first rank looks, and tells the others
         finished = was_finished(command.output, command.digest, command.reader.files, ranks=ranks.count)
-        ranks.tell("finished", str(finished))
+        ranks.publish("finished", str(finished))
     else:
-        finished = ranks.hear("finished") == "True"
+        finished = ranks.receive("finished") == "True"
     if finished:
         return None
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
@@ -131,8 +131,8 @@ def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: On
     """Read back all that was written. Returns checksums by name; raises DamagedCheckpoint for what differs from the
     source."""
     if ranks.first:
-        ranks.tell("written")  # all ranks have written, as their findings are here
-    ranks.hear("written")  # a rank also reads back what others have written
+        ranks.publish("written")  # all ranks have written, as their findings are here
+    ranks.receive("written")  # a rank also reads back what others have written
     checksums = check(
         command.plan,
         command.source,
@@ -153,7 +153,7 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
     """
     about = f"{command.digest} {sorted((file.name, file.stat().st_size) for file in command.reader.files)}"
     if not ranks.first:
-        if ranks.hear("begun") != about:
+        if ranks.receive("begun") != about:
             raise OutputError(
                 f"rank {ranks.rank} plans something else than the first rank",
                 where=command.output.path,
@@ -165,7 +165,7 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
     check_room(command)  # first, so that a refusal leaves nothing, and with `restart` takes nothing away
     files = command.reader.files
     with open_journal(command.output, command.digest, files, ranks=ranks.count, restart=restart) as journal:
-        ranks.tell("begun", about)
+        ranks.publish("begun", about)
         yield journal
 
 

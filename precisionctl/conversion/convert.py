@@ -68,8 +68,8 @@ def run(
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()
-        ranks.tell("laid out")
-    ranks.hear("laid out")
+        ranks.publish("laid out")
+    ranks.receive("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
@@ -83,10 +83,10 @@ def run(
         found.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, carried)
     results = in_processes(worker.do, todo, plan.costs(todo), workers)
-    with _torch_for(worker, todo), closing(results), _Recorder(plan, share, journal) as recorder:
+    with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
             found |= new
-            recorder.add((job, new))
+            journaled.add((job, new))
             on_bytes(plan.job_bytes(job))
             _log.info("%s: %d bytes", job.name, plan.job_bytes(job))
     return found
@@ -178,7 +178,7 @@ network file systems keep apart what they change there."""
 
 
 class _Share:
-    """A rank's part of a target."""
+    """The part of a target that this rank writes."""
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
@@ -202,7 +202,7 @@ def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
     return first, stop - first
 
 
-class _Recorder:
+class _JournalWriter:
     """Syncs finished jobs and records them in the journal, in a thread, so that the disk is busy while workers copy."""
 
     def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
@@ -234,7 +234,7 @@ class _Recorder:
             found |= new
         self._journal.record([job.name for job, _ in batch], found)
 
-    def __enter__(self) -> "_Recorder":
+    def __enter__(self) -> "_JournalWriter":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

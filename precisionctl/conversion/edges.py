@@ -1,4 +1,5 @@
-"""Edges: from one format of codes to another, exactly or rounded, said before a conversion and counted after it."""
+"""Edges: from one format of codes to another. What a four-bit weight's conversion keeps exactly and what it rounds:
+announced before a conversion, counted after it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from precisionctl.quant_methods.base import EXPONENTS, Scales
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "exact", "in reach", "rounded"]
-"""What becomes of codes whose values have not changed. `same`: they are the same; `exact`: others, of the same values;
-`in reach`: that too, as far as E4M3 reaches from the largest of a block down (from 6 * 2^6 to 2^-9); `rounded`: values
-are rounded once more."""
+"""What happens to codes whose values have not changed. `same`: the codes stay. `exact`: new codes for the same values.
+`in reach`: the same, except for values that E4M3 does not reach from the largest one of a block down (from 6 * 2^6 to
+2^-9). `rounded`: values are rounded once more."""
 
 _IN_WORDS: Mapping[EdgeKind, str] = {
     "same": "the same codes again, where values and global scales are unchanged",
@@ -28,7 +29,7 @@ _IN_WORDS: Mapping[EdgeKind, str] = {
 
 @dataclass(frozen=True)
 class Edge:
-    """The edge that weights take, `before` and `after` as names of formats."""
+    """A conversion of a weight's codes, from the format `before` to the format `after`."""
 
     before: str
     after: str
@@ -39,7 +40,7 @@ class Edge:
 
 
 def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
-    """The edge of each weight that is codes in a plan's result and was codes before, of four bits on either side."""
+    """For each weight that was codes before and will be codes, with four bits on at least one side, its edge."""
     found = {}
     for job in plan.jobs:
         for name, scales in (job.encode.weights if job.encode else {}).items():
@@ -53,7 +54,7 @@ def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
 
 @dataclass(frozen=True)
 class _EdgeEnd:
-    """What codes of a weight are, and what is stored of their scales, as far as codes depend on it."""
+    """The format of a weight's codes and of its stored scales, as far as the codes depend on it."""
 
     name: str
     element: Element
@@ -65,8 +66,7 @@ class _EdgeEnd:
 def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]) -> _EdgeEnd:
     exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
     name = "MXFP8" if exponents and not weight.packing else weight.codes_name
-    divides = scales.divides if scales.global_scale else None
-    return _EdgeEnd(name, weight.element, scales.block, divides, scales.zero_points is not None)
+    return _EdgeEnd(name, weight.element, scales.block, scales.global_divides, scales.zero_points is not None)
 
 
 def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:

@@ -83,7 +83,7 @@ class Encoder:
         Raises PrecisionError for an infinite weight.
         """
         seen = self._first_pass(encode, pieces)
-        made = {name: self._made(name, found, encode) for name, found in seen.items()}
+        made = {name: self._encoding_of(name, found, encode) for name, found in seen.items()}
         searched = {name for name, found in seen.items() if found.searches}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
@@ -101,15 +101,16 @@ class Encoder:
             if name in changed:
                 now = encoding.of_rows(first, len(values))
                 changed[name] += self._changed(name, row, codes, values, seen[name], now)
-            if name in underflows:  # of sixteen numbers zero is one that many values become
+            if name in underflows:  # with only sixteen numbers, many values become zero anyway
                 underflows[name].see(values, codes)
             self._put(name, row, codes)
-        self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
+        self.found.zeroed |= {name: each.share for name, each in underflows.items() if each.share > UNDERFLOW}
         self.found.changed |= changed
         self.put_input_scales(encode)
 
     def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales, now: Encoding) -> int:
-        """How many codes differ from those of before; if these are gone, from those that the old scales would give."""
+        """How many codes differ from the codes before. If those are no longer stored, from the codes that the old
+        scales would give."""
         stored = self._before.specs.get(name) if self._before else None
         if self._before is None or stored is None or stored != replace(self._specs[name], parallel=stored.parallel):
             return seen.changed(values, codes, row, now)
@@ -144,8 +145,9 @@ class Encoder:
         return seen
 
     def _scales_of(self, name: str, block: tuple[int, int], like: Scales) -> BlockScales:
-        """Those to be found of a weight, in blocks of a size, with what else encodings have that are stored `like`."""
-        spec, divides = self._specs[name], like.divides if like.global_scale else None
+        """The BlockScales that find a weight's scales in blocks of this size. Global scale and zero points are stored
+        as in `like`."""
+        spec, divides = self._specs[name], like.global_divides
         zero_points = like.zero_points is not None
         return BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name), divides, zero_points)
 
@@ -155,8 +157,8 @@ class Encoder:
         fp32 = self._specs[scales.weight].dtype == DType.float32
         return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
-    def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
-        """How to encode, after one pass; what is known of it by now is written."""
+    def _encoding_of(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
+        """The encoding of a tensor after the first pass. The parts that are final by now are written."""
         dtype = scale_dtype(self._specs[encode.weights[name].weight].dtype)
         encoding = found.encoding(dtype.torch, encode.numbers)
         if not found.searches:
@@ -165,7 +167,7 @@ class Encoder:
         return encoding
 
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
-        """How to encode rows that each have the scale of their own amax, which is written."""
+        """The encoding of rows that each have a scale of their own, from their own amax. The scales are written."""
         element = self._specs[name].element
         amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
@@ -196,7 +198,7 @@ class Encoder:
         self._put(scales.weight, row, stored.view(spec.dtype.torch).reshape(-1, spec.columns))
 
     def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
-        """Write zero points, a global scale, and the weight's shape."""
+        """Write what a four-bit encoding has besides its grid: zero points, a global scale, and the weight's shape."""
         if scales.zero_points and encoding.zeros is not None:
             self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros))
         if scales.global_scale and encoding.global_scale:

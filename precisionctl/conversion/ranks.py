@@ -36,9 +36,9 @@ _SILENCE = 120.0
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
-    """A context for calls to the key-value store, which ends with the first rank or its launcher. Raises OutputError if
-    it has ended."""
+def _store_errors() -> Iterator[None]:
+    """A context for calls to the key-value store. Raises OutputError if the store is gone: it ends with the first rank,
+    or with the launcher."""
     from torch.distributed import DistError
 
     try:
@@ -60,49 +60,49 @@ class Ranks:
         """Whether this is rank 0, which begins, commits and reports."""
         return self.rank == 0
 
-    def tell(self, what: str, value: str = "") -> None:
+    def publish(self, name: str, value: str = "") -> None:
         """Publish a message for the other ranks under a name, which is used once."""
         if self.store is not None:
-            with _reached():
-                self.store.set(what, f"={value}")  # as an empty value would count as none
+            with _store_errors():
+                self.store.set(name, f"={value}")  # as an empty value would count as none
 
-    def hear(self, what: str) -> str:
-        """Wait for the message under a name. Raises OutputError if a rank fails instead, or gives no sign of life."""
+    def receive(self, name: str) -> str:
+        """Wait for the message under a name. Raises OutputError if a rank fails first, or sends no heartbeats."""
         if self.store is None:
             return ""
-        heard: dict[int, tuple[str, float]] = {}
-        listened = 0.0
-        while not self._said(what):
-            if self._said(_FAILED):
+        beats: dict[int, tuple[str, float]] = {}
+        checked = 0.0
+        while not self._has(name):
+            if self._has(_FAILED):
                 raise OutputError(f"another rank failed: {self._get(_FAILED)}", do=_AGAIN)
-            if time.monotonic() > listened + _BEAT:
-                self._listen(heard)
-                listened = time.monotonic()
+            if time.monotonic() > checked + _BEAT:
+                self._check_heartbeats(beats)
+                checked = time.monotonic()
             time.sleep(0.02)
-        return self._get(what)
+        return self._get(name)
 
-    def _listen(self, heard: dict[int, tuple[str, float]]) -> None:
-        """Update `heard`: the last heartbeat of each other rank, and when it came by this machine's clock. Raises
+    def _check_heartbeats(self, beats: dict[int, tuple[str, float]]) -> None:
+        """Update `beats`: for each other rank its last heartbeat, and when this machine first saw that. Raises
         OutputError for a rank that has been silent too long."""
         now = time.monotonic()
         for rank in set(range(self.count)) - {self.rank}:
             alive = f"alive.{rank}"
-            beat = self._get(alive) if self._said(alive) else ""
-            last, since = heard.setdefault(rank, (beat, now))
+            beat = self._get(alive) if self._has(alive) else ""
+            last, since = beats.setdefault(rank, (beat, now))
             if beat != last:
-                heard[rank] = beat, now
+                beats[rank] = beat, now
             elif now - since > _SILENCE:
                 raise OutputError(f"rank {rank} has not answered for {_SILENCE:.0f} seconds", do=_AGAIN)
 
     @contextmanager
-    def _beating(self) -> Iterator[None]:
+    def _heartbeats(self) -> Iterator[None]:
         """A context in which a thread sends this rank's heartbeats."""
         ended = Event()
 
         def beat() -> None:
             with suppress(Exception):  # if the store is gone, the main thread notices when it waits for a message
                 for number in itertools.count():
-                    self.tell(f"alive.{self.rank}", str(number))
+                    self.publish(f"alive.{self.rank}", str(number))
                     if ended.wait(_BEAT):
                         return
 
@@ -113,45 +113,45 @@ class Ranks:
         finally:
             ended.set()
 
-    def _said(self, what: str) -> bool:
+    def _has(self, name: str) -> bool:
         assert self.store is not None
-        with _reached():
-            return self.store.check([what])
+        with _store_errors():
+            return self.store.check([name])
 
-    def _get(self, what: str) -> str:
+    def _get(self, name: str) -> str:
         assert self.store is not None
-        with _reached():
-            return bytes(self.store.get(what)).decode()[1:]
+        with _store_errors():
+            return bytes(self.store.get(name)).decode()[1:]
 
-    def hear_all(self, what: str) -> list[str]:
-        """Wait for the messages of all other ranks, under `<what>.<rank>`."""
-        return [self.hear(f"{what}.{rank}") for rank in range(1, self.count)]
+    def receive_all(self, name: str) -> list[str]:
+        """Wait for the messages of all other ranks, under `<name>.<rank>`."""
+        return [self.receive(f"{name}.{rank}") for rank in range(1, self.count)]
 
-    def gather(self, what: str, values: Mapping[str, T]) -> dict[str, T]:
-        """Send values (as JSON) from all ranks to the first. There it returns the values of the others, elsewhere
-        nothing."""
+    def gather(self, name: str, values: Mapping[str, T]) -> dict[str, T]:
+        """Send values (as JSON) from all ranks to the first. Returns the values of the others there, and an empty dict
+        on other ranks."""
         if not self.first:
-            self.tell(f"{what}.{self.rank}", json.dumps(values))
+            self.publish(f"{name}.{self.rank}", json.dumps(values))
             return {}
-        return {key: value for said in self.hear_all(what) for key, value in json.loads(said).items()}
+        return {key: value for message in self.receive_all(name) for key, value in json.loads(message).items()}
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for what all ranks do together: if one fails the others are told, and none leaves before all are
-        done."""
+        """A context for what all ranks do together: if one fails, the others fail at their next `receive`; no rank
+        leaves before all are done."""
         try:
-            with self._beating():
+            with self._heartbeats():
                 yield
                 if self.first:
-                    self.tell("end")
-                    self.hear_all("bye")  # the store ends with this process
+                    self.publish("end")
+                    self.receive_all("bye")  # the store ends with this process
                 else:
-                    self.hear("end")
-                    self.tell(f"bye.{self.rank}")
+                    self.receive("end")
+                    self.publish(f"bye.{self.rank}")
         except BaseException as error:
             with suppress(Exception):  # if the store is gone, too, the original error is still the one to raise
-                if self.store is not None and not self._said(_FAILED):
-                    self.tell(_FAILED, f"rank {self.rank}: {error}")
+                if self.store is not None and not self._has(_FAILED):
+                    self.publish(_FAILED, f"rank {self.rank}: {error}")
             raise
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding, scale_dtype
@@ -15,9 +14,6 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 from precisionctl.torch_when_used import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SMALLEST = 2.0**-126 * 2.0**16
 """The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
@@ -51,8 +47,8 @@ def encodings_if_unchanged(
         if before is None or name not in stored or not stored[name].same(before) or before.element != spec.element:
             return None
         scales = encode.weights.get(name)
-        levels = before.global_scale and before.global_scale.divides, before.zeros is not None
-        if levels != (like.divides if like.global_scale else None, like.zero_points is not None):
+        levels = before.global_divides, before.zeros is not None
+        if levels != (like.global_divides, like.zero_points is not None):
             return None
         if before.block != block:
             if levels != (None, False):
@@ -61,13 +57,11 @@ def encodings_if_unchanged(
         if not _can_be_stored(before, targets[scales.weight].dtype if scales else DType.float32):
             return None
         found[name] = before
-    one = [_shared(encoding) for encoding in found.values()] if encode.shared else []
-    return {name: found[name] for name in encode.weights} if all(torch.equal(grid, one[0]) for grid in one) else None
-
-
-def _shared(encoding: Encoding) -> Tensor:
-    """What weights must have in common that share a scale."""
-    return (encoding.global_scale.value if encoding.global_scale else encoding.scale_inv.float()).reshape(-1)
+    if encode.shared:
+        grids = [each.global_scale.value if each.global_scale else each.scale_inv.float() for each in found.values()]
+        if not all(torch.equal(grid.reshape(-1), grids[0].reshape(-1)) for grid in grids):
+            return None
+    return {name: found[name] for name in encode.weights}
 
 
 def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:

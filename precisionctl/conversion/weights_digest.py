@@ -43,7 +43,8 @@ def digest_weights(reader: Weights) -> str:
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:
-    """The same for values that a plan in Megatron's layout has written, before they are a complete checkpoint."""
+    """As `digest_weights`, of values that a plan in Megatron's layout has written and that are not yet a complete
+    checkpoint."""
     return _digest(plan, _Values(written.specs, written.chunks))
 
 

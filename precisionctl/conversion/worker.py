@@ -109,7 +109,7 @@ class Worker:
         return self._encoder.found
 
     def _segments(self, job: Job) -> list[Segment]:
-        """What a job copies, whose row only moves."""
+        """The copies that do a job whose row only moves."""
         reads = {name: self._reader.specs[name].rows for name in job.reads}
         return lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
 
@@ -121,7 +121,7 @@ class Worker:
         return not all(isinstance(chunk.place, Path) for chunk in chunks)
 
     def _only_copies(self, job: Job) -> bool:
-        """Whether a job's rows only move, and stay what they are."""
+        """Whether a job only moves rows, and their bytes stay the same."""
         if job.encode or self._collects_amax(job) or self._plan.computes(job):
             return False
         reads, writes = self._reader.specs, self._writer.specs
@@ -132,7 +132,7 @@ class Worker:
         write_rows(self._writer, name, row, values)
 
     def _copy(self, segments: Iterable[Segment]) -> None:
-        """Copy rows that stay what they are."""
+        """Copy rows whose bytes stay the same."""
         for segment in (part for each in segments for part in self._here(each)):
             spec = self._writer.specs[segment.write]
             row_bytes = spec.width * spec.dtype.itemsize
@@ -191,7 +191,8 @@ class Worker:
                 yield replace(segment, read_row=read_row, write_row=first, rows=rows)
 
     def _copy_codes(self, encode: Encode, segments: Sequence[Segment]) -> bool:
-        """Copy codes that are what is wanted already, with their scales. False where some are not: nothing is done."""
+        """Copy a job's codes and scales if they are already the ones to write. Otherwise do nothing and return
+        False."""
         encodings = encodings_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
         if encodings is None:
             return False

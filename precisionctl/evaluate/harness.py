@@ -5,7 +5,7 @@ generation.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +126,13 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None) -> dic
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
         adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
-        found = _evaluated(adapter, tasks, files, limit)
+        try:
+            manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
+            names = [files.get(task, task) for task in tasks]
+            found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
+        except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
+            raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
-
-
-def _evaluated(adapter: StoredModel, tasks: Sequence[str], files: Mapping[str, str], limit: int | None) -> Any:
-    try:
-        manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
-        names = [files.get(task, task) for task in tasks]
-        return simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
-    except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
-        raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
 
 
 def _name_in(file: Path) -> str:

@@ -6,7 +6,7 @@ only as many positions at a time as fit into LOGITS_AT_A_TIME.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,8 +126,8 @@ def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
 
 @torch.no_grad()
 def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
-    """Sums over a batch's targets, FP64 `[4]`: cross entropy, that of the reference, KL divergence, and the number of
-    targets with the same top-1 token."""
+    """Sums over a batch's targets, FP64 `[4]`: cross entropy, the reference's cross entropy, KL divergence, and the
+    number of targets for which both give the same token the highest probability."""
     wanted = batch.labels != IGNORED
     labels = batch.labels[wanted]
     models = [model, reference] if reference else [model]
@@ -136,19 +136,12 @@ def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
     piece = max(1, LOGITS_AT_A_TIME // model.model.padded_vocab_size)
     for start in range(0, len(labels), piece):
         here = slice(start, start + piece)
-        logs = [_log_probabilities(each, values[here]) for each, values in zip(models, hidden, strict=True)]
-        total += _compared(logs, labels[here]).cpu()
+        logs = []  # log probabilities, FP32 [positions, vocab_size], without the vocabulary's padding
+        for each, values in zip(models, hidden, strict=True):
+            logs.append(F.log_softmax(each.logits(values[here])[:, : each.model.vocab_size].float(), -1))
+        mine, others = logs[0], logs[-1]
+        losses = [F.nll_loss(log, labels[here], reduction="none") for log in (mine, others)]
+        kl = F.kl_div(mine, others, reduction="none", log_target=True).sum(-1)
+        agreed = mine.argmax(-1) == others.argmax(-1)
+        total += torch.stack([each.double().sum() for each in (*losses, kl, agreed)]).cpu()
     return total
-
-
-def _log_probabilities(model: GPT, hidden: Tensor) -> Tensor:
-    """Hidden states `[positions, E]` to FP32 `[positions, vocab_size]`, without the vocabulary's padding."""
-    return F.log_softmax(model.logits(hidden)[:, : model.model.vocab_size].float(), -1)
-
-
-def _compared(logs: Sequence[Tensor], labels: Tensor) -> Tensor:
-    stored, reference = logs[0], logs[-1]
-    losses = [F.nll_loss(each, labels, reduction="none") for each in (stored, reference)]
-    kl = F.kl_div(stored, reference, reduction="none", log_target=True).sum(-1)
-    agreed = stored.argmax(-1) == reference.argmax(-1)
-    return torch.stack([each.double().sum() for each in (*losses, kl, agreed)])

@@ -81,17 +81,15 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     """If a directory has scales of an FP8 KV cache, round keys and values as that cache does. Returns the words to add
     to the precision, or nothing."""
-    if not isinstance(reader, HuggingFaceReader) or not _cache_is_fp8(reader):
+    if not isinstance(reader, HuggingFaceReader):
+        return ""
+    quantization = reader.config.get("quantization_config") or {}
+    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():
         round_cached(model.get_submodule(name), scale)
     return ", FP8 KV cache" if scales else ""
-
-
-def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
-    quantization = reader.config.get("quantization_config") or {}
-    return bool(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"))
 
 
 def _state_of_next_step(reader: Reader) -> Fp8States | None:
@@ -146,7 +144,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         inputs: InputQuantizer | None
         if packing := packed.get(job.reads[0]):
             inputs = _four_bit_inputs(reader, job, packing, device)
-            if inputs is None:  # values meet inputs as they are, in engines too
+            if inputs is None:  # engines do not cast the inputs of a weight that is values
                 kinds[f"weights from {packing.name}"] = None
                 continue
             weight = _stored_blocks(reader, job, plan, device)

@@ -39,8 +39,8 @@ class AsBefore:
         return method
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """How each job encodes, by name. Raises MissingFp8State for input scales, PrecisionError for scales of a KV
-        cache, that are needed and belong to weights that have changed since."""
+        """For each job, how it encodes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
+        KV cache, is needed and its weights have changed since."""
         encodings, encodes = self.encodings, {}
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
@@ -73,9 +73,9 @@ class AsBefore:
         return self.encodings.files
 
     def _block(self, name: str) -> tuple[int, int]:
-        """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
-        said, spec = self.method.read(self.encodings.quantization), self.encodings.weights[name]
-        blocks = [sized(form.block, spec) for form in said.formats if (form.packing is None) == (spec.packing is None)]
+        """The block size that a weight had, if the method can express it, else the first that it can."""
+        formats, spec = self.method.read(self.encodings.quantization).formats, self.encodings.weights[name]
+        blocks = [sized(form.block, spec) for form in formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
         return had if had in blocks else blocks[0]
 

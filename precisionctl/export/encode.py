@@ -34,19 +34,19 @@ class Policy(Protocol):
     """Which weights of a plan become codes, and how."""
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """How jobs encode what they write, by the job's name; the others write values."""
+        """For each job that encodes, by its name, how it does; other jobs write values."""
         ...
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
-        """What stands in the result for a weight of this shape: its codes, and its scales."""
+        """The specs of a weight's codes and scales in the result."""
         ...
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
-        """Tensors that stand behind all weights."""
+        """Tensors that follow all weights."""
         ...
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
-        """The `quantization_config`, where these modules are not quantized."""
+        """The `quantization_config`, given the modules that are not quantized."""
         ...
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
@@ -84,8 +84,8 @@ def _check_free(new: Set[str], plan: Plan) -> None:
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
-    """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
-    under another name (a tied `lm_head`): they are modules all the same to a loader."""
+    """The modules of a plan of values that have a matrix which is not among the `codes`. Modules whose matrix is stored
+    under another name (a tied `lm_head`) are among them, since loaders have them too."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
@@ -95,12 +95,14 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and as programs have them in memory that do not rename a list as they
-    do tensors (transformers#48349; vLLM does): those of Mixtral, PhiMoE and Nemotron-H, and of models of images or
-    sound that of the text model.
+    """The names of modules as a directory has them, and also as programs call them in memory. Some programs rename
+    tensors when they load them, but not the names in such a list (transformers#48349; vLLM renames both). This concerns
+    Mixtral, PhiMoE and Nemotron-H, and the text model of models of images or sound.
 
-    A rule for every engine, so that a directory for one of them loads in others too, and by hand: to look all of
-    transformers' 800 renamings up, as its own exports do (`engines/names_in_memory.py`), is two seconds of imports."""
+    The rule is the same for every engine, so that a directory for one also loads in another, or by hand. Looking up all
+    of transformers' 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of
+    imports.
+    """
     found = dict.fromkeys(modules)
     for name in modules:
         renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
@@ -122,8 +124,8 @@ def is_slice(name: str) -> bool:
 
 
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
-    """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
-    codes of that; nor what engines want in one form with a weight that is to stay in BF16."""
+    """The jobs whose weights become codes. Left out are experts that a family stores as one tensor, since no engine
+    reads codes of such a tensor, and weights that engines want in the same form as one that stays in BF16."""
     gemms = [job for job in plan.jobs if job.row.gemm and not is_slice(job.writes[0])]
     kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.weights}
     return [job for job in gemms if kept.isdisjoint(map(in_step, job.weights))]
@@ -131,8 +133,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: the elements, E4M3 or of four bits, and the grid of scales of a `scheme`, which
-    are `numbers`, but for those that are kept of a source of codes; and how a `method` spells both."""
+    """How weights are stored as codes: in which `scheme` (the element, E4M3 or of four bits, and the grid of scales),
+    to which `numbers` new scales are rounded, and in which `method`'s form."""
 
     method: QuantMethod
     scheme: Scheme
@@ -149,8 +151,8 @@ class WeightFormat:
 
 
 _MATCHED_BY_PART = ("modelopt",)
-"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignore_lists.py`,
-by_part_or_glob): a router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any
+"""Methods in which a module is also left out if its name contains an ignored name (`engines/ignore_lists.py`,
+by_part_or_glob). A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), and a head `output` any
 `output.dense`."""
 
 
@@ -188,7 +190,7 @@ class InScheme:
             return {}
         amax = torch.stack([self.inputs[job.module] for job in group]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
-        of_groups = self.format.scheme in FOUR_BITS  # global ones are loaded as they are
+        of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
         numbers = "FP32" if of_groups else self.format.numbers
         return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
@@ -209,7 +211,8 @@ class InScheme:
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
         if self.format.method.name in _MATCHED_BY_PART:
             codes = "\n".join(coded)
-            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]  # a glob: no part of a name
+            # As a glob, a name that is part of another one matches only itself
+            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
@@ -220,16 +223,17 @@ _SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
 """Schemes with one scale, or one global scale, for all of a weight."""
 
 Refusal = Callable[[str, TensorSpec], str | None]
-"""What an engine has against a weight of this name and shape as FP8; None for nothing."""
+"""A function from a weight's name and spec to why an engine does not take it as FP8; None if it does."""
 
 
 Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
-"""An engine's list of the modules that stay values, the first, as it looks for them, beside the modules of codes."""
+"""A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
+the names that it looks for."""
 
 
 def served(plan: Plan, ranks: int) -> ServingLayout:
-    """A plan's model on so many GPUs."""
-    if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
+    """How a plan's model is laid out on this many GPUs."""
+    if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
     return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
@@ -245,15 +249,14 @@ def in_scheme(
     keep_refused: bool = False,
     kept: Kept | None = None,
 ) -> InScheme:
-    """The policy that makes of a plan of BF16 values one of codes in a format.
+    """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. Weights that there is a `refusal` of are an error, or, with
-    `keep_refused`, stay in BF16 too, with all that engines want in one form with them. `kept` makes the list of what is
-    not quantized. The scheme `static` takes its input scales from `states`; `why_no_state` says why there are none, if
-    there are none.
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error; with `keep_refused` it stays in
+    BF16, and so do the weights that engines want in the same form. `kept` makes the list of what is not quantized. The
+    scheme `static` takes its input scales from `states`; if there are none, `why_no_state` says why.
 
-    Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
-    are refused, and for weights that a family stores transposed (GPT-2's Conv1D).
+    Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
+    are refused and for weights that a family stores transposed (GPT-2's Conv1D).
     """
     jobs = fp8_jobs(plan, precision)
     refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
@@ -291,7 +294,8 @@ def in_scheme(
 
 
 def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:
-    """Those of `weights` that engines want in one form with a refused one, and stay values with it: and why."""
+    """The weights that stay values because engines want them in the same form as a refused one, and the reason in
+    words."""
     first: dict[str, str] = {}
     for name in refused:
         first.setdefault(in_step(name), name)
@@ -300,8 +304,8 @@ def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, 
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose weights engines compute as one, together: they have one input. A job of a family's table is such a
-    group, but for DeepSeek's latents, which are two; of a table that is read off, a job is one of its weights."""
+    """Group jobs whose weights engines compute as one, and which so have one input. In a family's table each job is a
+    group, except DeepSeek's two latents. In a table that is read off a directory, a job is one weight of a group."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(fused(job.writes[0]), []).append(job)

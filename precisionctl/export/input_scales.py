@@ -53,7 +53,8 @@ def input_amaxes(
 
 
 def unreached_experts(states: Fp8States | None, jobs: Sequence[Job]) -> int:
-    """How many experts' inputs were never recorded, of the jobs' modules: no token has reached them."""
+    """The number of experts, among the jobs' modules, whose inputs were never recorded because no token reached
+    them."""
     found = 0
     for module in dict.fromkeys(job.module for job in jobs if job.row.of_experts):
         state = states.modules.get(module) if states else None
@@ -73,7 +74,7 @@ WITH_ROUTERS = (
 
 
 def why_too_small(states: Fp8States) -> str:
-    """Why inputs may well exceed what a state has recorded; empty if nothing is known against it."""
+    """Why the recorded amaxes may be too small for the inputs to come; empty if there is no known reason."""
     if states.recipe.amax_history_len == 1:
         return OF_ONE_STEP
     return WITH_ROUTERS if states.has_router_weights else ""

@@ -141,7 +141,7 @@ def _recorded(states: Fp8States, job: Job) -> CacheScale | None:
 
 
 def _places(encodings: WeightEncodings | None) -> dict[str, list[tuple[str, str]]]:
-    """Where a source has scales of caches: by attention, pairs of `k` or `v` and a tensor's name. Tensors with more
+    """The scales of caches in a source: for each attention, pairs of `k` or `v` and a tensor's name. Tensors with more
     than one scale are left out."""
     places: dict[str, list[tuple[str, str]]] = {}
     for name, spec in encodings.stored.specs.items() if encodings else ():

@@ -110,7 +110,7 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
     replace_file(path, before + start + measured + end + after)
 
 
-def beside(name: str) -> str:
+def path_in_command(name: str) -> str:
     """How a command should name the exported directory: `./name`, to be run in the directory above it, or `.`, to be
     run inside it, if the name would need quotes."""
     return f"./{name}" if re.fullmatch(r"[\w.+-]+", name) else "."

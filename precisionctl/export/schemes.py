@@ -49,7 +49,7 @@ def best_scheme(
             why = f"{too_small}. For static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
             why = missing.what
-            if not isinstance(plan.model, UntabledModel):  # for such, no command records them
+            if not isinstance(plan.model, UntabledModel):  # no command can record them for a model without a table
                 why += ". For static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:
         if scheme != "static":

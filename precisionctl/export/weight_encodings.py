@@ -1,7 +1,7 @@
-"""How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
+"""How the weights of a checkpoint are encoded, or once were, under the names of a Hugging Face directory.
 
-Encodings are kept beside values as they were, so a conversion that moves rows need not move scales. Only for codes that
-are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
+Encodings are kept beside values unchanged, so a conversion that moves rows need not move scales. Only for codes that
+are stored under other names (Megatron's, or experts in one tensor) are scales moved like their rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
-    it is written. None where they never were, or nothing is known of it."""
+    """How a checkpoint's weights are encoded, or once were, under the names that they get in a Hugging Face directory.
+    None if they never were, or nothing is known of it."""
     if isinstance(reader, AdapterReader):
         return weight_encodings(reader.base)
     encodings = stored_weight_encodings(reader)
@@ -74,7 +74,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
         if not any(name in reader.encodings for name in job.reads):
             continue
         if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
-            continue  # there is no row of the result of which it could be said how it was coded
+            continue  # rows of the result are no rows of codes
         given = [encodings.input_amax(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
             packing = reader.specs[job.reads[0]].packing
@@ -122,14 +122,13 @@ class _Moved:
         self.specs[name] = TensorSpec((), DType.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        place = self._fixed[name] if name in self._fixed else self._grid(*self._jobs[name])
-        return [Chunk(whole(self.specs[name]), place)]
-
-    def _grid(self, job: Job, weight: str) -> Tensor:
+        if name in self._fixed:
+            return [Chunk(whole(self.specs[name]), self._fixed[name])]
+        job, weight = self._jobs[name]
         if self._last is None or self._last[0] is not job:
             encodings = zip(job.writes, _encodings(self._reader, job, self._plan), strict=False)
-            self._last = job, {name: encoding.scale_inv.contiguous() for name, encoding in encodings}
-        return self._last[1][weight]
+            self._last = job, {written: encoding.scale_inv.contiguous() for written, encoding in encodings}
+        return [Chunk(whole(self.specs[name]), self._last[1][weight])]
 
 
 def check_model(encodings: WeightEncodings, plan: Plan) -> None:

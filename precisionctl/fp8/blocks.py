@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class BlockScales:
-    """The scales of a tensor `[rows, columns]` in blocks of a size, for codes of an element: show it all rows (`see`),
-    then take its `encoding`.
+    """Finds the scales of a tensor `[rows, columns]` in blocks, for codes of an element: show it all rows (`see`), then
+    take its `encoding`.
 
-    `carried` is how its values were coded before, in blocks of any size; None where that is not known. `divides` says
-    that scales of blocks have a global one too, and whether that is stored as a divisor; None for none. By block, all
-    FP32 but the last: `amax`, the largest magnitude seen; `candidate`, the carried scale_inv, NaN or 0 where there is
-    none; and `fits`, whether every value seen is a code's under it. `new_global` is set where blocks cannot keep the
-    carried global scale.
+    `carried` is how the values were encoded before, in blocks of any size; None if that is not known. `divides` is None
+    if blocks have no global scale, else whether the global scale is stored as a divisor.
+
+    For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the carried scale_inv (NaN or
+    0 if there is none). `fits`, bool, says whether every value seen is the value of a code under the candidate.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BlockScales:
         self._as_carried = (
             carried is not None
             and (carried.block, carried.element) == (block, element)
-            and (_direction(carried.global_scale), carried.zeros is not None) == (divides, zero_points)
+            and (carried.global_divides, carried.zeros is not None) == (divides, zero_points)
         )
         if carried and self._as_carried:
             self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
@@ -93,8 +93,8 @@ class BlockScales:
         self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the codes that were `made` are other than under the scales that were carried; between formats of
-        which one has four bits, how many values they do not stand for."""
+        """How many of the codes `made` differ from those under the carried scales. Between two formats of which one has
+        four bits, codes cannot be compared: then, how many values the new codes do not represent exactly."""
         before = self.carried
         assert before is not None
         if not self._as_carried and 4 in (before.element.bits, self.element.bits):
@@ -103,11 +103,13 @@ class BlockScales:
 
     @property
     def searches(self) -> bool:
-        """Whether new scales are those of several that lose least, which needs the values again: see `searched`."""
+        """Whether new scales are the best of several candidates. That takes a second look at the values: see
+        `searched`."""
         return (self.divides is not None or self.element == INT4) and self.zeros is None and not bool(self.fits.all())
 
     def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
-        """The encoding of rows `[row, row + n)` alone, of their `values` in FP32; `whole` is `encoding`'s."""
+        """The encoding of rows `[row, row + n)`, with scales searched for their `values` (FP32). `whole` is the
+        tensor's `encoding`; `scratch` is as `nibbles.encode` takes it."""
         here = slice(row, row + len(values))
         amax = self.amax[here]
         if self.global_scale is None:
@@ -119,7 +121,7 @@ class BlockScales:
         return replace(whole, scale_inv=self._kept_or(found, whole.scale_inv.dtype, here))
 
     def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-        """Rows of the grid, as they are stored: scales that fit, and new ones."""
+        """These rows of the grid, in the dtype that is stored: the carried scale where it fits, else the new one."""
         if self.carried is None:
             return new.to(dtype)
         return torch.where(self.fits[rows], self.candidate[rows], new.to(dtype).float()).to(dtype)
@@ -150,7 +152,7 @@ class BlockScales:
         if self.lowest is not None and self.highest is not None and self.zeros is not None:
             return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
         if self.divides is not None or self.element == INT4:
-            new = self.candidate  # all of them fit, or others are searched
+            new = self.candidate  # all carried scales fit, or `searched` replaces those that do not
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
         else:
@@ -185,12 +187,8 @@ class BlockScales:
 
 
 def _usable(grid: Tensor) -> Tensor:
-    """Which scales are positive numbers; NaN is none."""
+    """Which scales are positive, finite numbers, bool of the grid's shape."""
     return (grid > 0) & (grid < torch.inf)
-
-
-def _direction(scale: GlobalScale | None) -> bool | None:
-    return None if scale is None else scale.divides
 
 
 def share(tensors: Sequence[BlockScales]) -> None:
@@ -203,8 +201,8 @@ def share(tensors: Sequence[BlockScales]) -> None:
 
 
 def share_global(tensors: Sequence[BlockScales], *, always: bool) -> None:
-    """Give several tensors that engines compute as one a new global scale in common, where one of them needs another.
-    Where they had different ones, which somebody has chosen so, they keep them, unless they must `always` share it."""
+    """Give tensors that engines compute as one a common new global scale, if any of them needs a new one. If their
+    global scales differ, somebody chose that, and they keep them unless they must `always` share one."""
     if len(tensors) < 2:
         return
     first = tensors[0].global_scale

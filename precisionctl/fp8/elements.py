@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Element:
-    """The numbers that codes can be: `name` in words, and the `largest`.
-
-    `dtype` is that of codes in memory, bytes for those of four bits, and `stored` PyTorch's name for what files have.
-    `of_amax` is the number that the largest magnitude under a scale becomes.
-    """
+    """A number format of codes: its `name` in words, and its `largest` number. `dtype` is the dtype of codes in memory
+    (bytes for four-bit codes), and `stored` PyTorch's name for the codes in files. `of_amax` is the number that the
+    largest magnitude under a scale becomes."""
 
     name: str
     dtype: DType
@@ -66,9 +64,9 @@ _CODES_IN_WORD: Mapping[DType, int] = {DType.uint8: 2, DType.int8: 2, DType.int3
 
 @dataclass(frozen=True)
 class Packing:
-    """How the four-bit codes of a weight `[rows, columns]` in a format of some `name` stand in a file: under the
-    weight's name and a `suffix`, in words of a dtype, the first code in the lowest bits; `[rows, words]`, or with the
-    words in blocks of so many."""
+    """How a file stores the four-bit codes of a weight `[rows, columns]`, in a format called `name`: in a tensor with
+    the weight's name and a `suffix`, in words of dtype `word` with the first code in the lowest bits. The tensor is
+    `[rows, words]`, or, with a `block`, has that many words in its last dimension."""
 
     name: str
     element: Element
@@ -81,10 +79,10 @@ class Packing:
         return _CODES_IN_WORD[self.word]
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of so many codes, of whole words."""
+        """The bytes of a row of this many codes, in whole words."""
         return -(-columns // self.codes_in_word) * self.word.itemsize
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the stored tensor."""
+        """The shape of the stored tensor."""
         words = -(-columns // self.codes_in_word)
         return (rows, words) if self.block is None else (rows, words // self.block, self.block)

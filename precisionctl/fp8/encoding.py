@@ -25,18 +25,18 @@ CODES: tuple[DType, ...] = (
 
 @dataclass(frozen=True)
 class GlobalScale:
-    """A second scale, of a whole tensor, FP32 `[]`: scales of blocks are multiplied by it, or, where it `divides`,
-    divided, in FP32."""
+    """A second scale, FP32 `[]`, for a whole tensor. The scales of blocks are multiplied by it or, if it `divides`,
+    divided by it, in FP32."""
 
     value: Tensor
     divides: bool
 
     def times(self, grid: Tensor) -> Tensor:
-        """What codes are multiplied by, of an FP32 grid of blocks' scales."""
+        """The multipliers of codes, from an FP32 grid of blocks' scales."""
         return grid / self.value if self.divides else grid * self.value
 
     def same(self, other: GlobalScale | None) -> bool:
-        """Whether another one is this."""
+        """Whether two global scales have the same direction and the same bits."""
         return other is not None and self.divides == other.divides and torch.equal(self.value, other.value)
 
 
@@ -58,13 +58,18 @@ class Encoding:
     zeros: Tensor | None = None
 
     @property
+    def global_divides(self) -> bool | None:
+        """Whether the global scale divides the scales of blocks or multiplies them; None without a global scale."""
+        return self.global_scale.divides if self.global_scale else None
+
+    @property
     def multipliers(self) -> Tensor:
-        """The FP32 grid of what codes are multiplied by, the global scale included."""
+        """The FP32 grid by which codes are multiplied, with the global scale included."""
         grid = _numbers(self.scale_inv)
         return self.global_scale.times(grid) if self.global_scale else grid
 
     def same(self, other: Encoding) -> bool:
-        """Whether another encoding is this one, its scales' dtype aside."""
+        """Whether two encodings are equal, apart from the dtype in which scales are stored."""
         mine, others = self.global_scale, other.global_scale
         same_global = mine is others or (mine is not None and mine.same(others))
         zeros = [each.zeros for each in (self, other) if each.zeros is not None]
@@ -134,8 +139,9 @@ class Encoding:
         return stored[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
 
     def _scaled(self, row: int, rows: int, columns: int) -> tuple[tuple[int, int], Tensor]:
-        """A shape for rows `[row, row + rows)` in which each row has one scale, and those scales, `[n, 1]`; where the
-        last block of a row is cut off there is none, and each element has its own, which is four bytes to read."""
+        """A shape for rows `[row, row + rows)` in which each row has one scale, and these scales, `[n, 1]`. If the last
+        block of a row is cut off, there is no such shape: then each element has its own scale, which costs four bytes
+        to read."""
         grid, wide = self._grid(row, rows), self.block[1]
         if grid.shape[1] == 1 or columns % wide:
             return (rows, columns), self.scales(row, rows, columns)
@@ -155,8 +161,9 @@ def _numbers(grid: Tensor) -> Tensor:
 
 
 def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
-    """Rows that each stand for `here` rows of a tensor, as `count` ones that stand for `there`; NaN where they differ,
-    and where the one is no multiple of the other."""
+    """Regroup the rows of a grid, each of which stands for `here` rows of a tensor, into `count` rows that stand for
+    `there` rows each. NaN where one new row would have several values, and where neither of `here` and `there` is a
+    multiple of the other."""
     if here == there and len(grid) == count:
         return grid
     if len(grid) == 1:
@@ -171,7 +178,7 @@ def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[Encoding], columns: int) -> Encoding:
-    """Of rows that stand one below the other, whose encodings `Encoding.of_rows` has given."""
+    """The encoding of rows that are stored below each other, from those of its parts (`Encoding.of_rows`)."""
     if len(parts) == 1:
         return parts[0]
     if len({part.block for part in parts}) == 1:
@@ -183,14 +190,15 @@ def joined(parts: Sequence[Encoding], columns: int) -> Encoding:
 
 
 def by_rows(encoding: Encoding, rows: int) -> Tensor:
-    """FP32 scale_inv of each row of a tensor, `[rows, columns / block[1]]`: to be moved as its rows are."""
+    """FP32 scale_inv of each row of a tensor, `[rows, columns / block[1]]`, which can be moved like the rows
+    themselves."""
     grid = encoding.multipliers
     return grid[torch.arange(rows) // encoding.block[0]] if len(grid) > 1 else grid.expand(rows, -1)
 
 
 def of_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
-    """The inverse of `by_rows`, after rows of codes of `like` have moved: one scale for a tensor, else blocks of its
-    size, else of one row each, where rows of several blocks have come into one."""
+    """The inverse of `by_rows`, after rows of codes of `like` have moved. Tries one scale for the tensor, then blocks
+    of the old size, then blocks of one row, which are needed if rows of different blocks are now in one block."""
     assert like.zeros is None, "zero points are not moved"
     rows, wide = len(grid), columns if grid.shape[1] == 1 else like.block[1]
     dtype = like.scale_inv.dtype if like.global_scale is None else torch.float32
@@ -202,10 +210,10 @@ def of_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
 
 
 def scale_dtype(stored: DType) -> DType:
-    """What the scales are that a tensor of this dtype holds: bytes are exponents."""
+    """The dtype of the scales in a tensor that is `stored` in this dtype: bytes are exponents (E8M0)."""
     return DType.float8_e8m0fnu if stored == DType.uint8 else stored
 
 
 def grid_shape(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of a tensor `[rows, columns]`."""
+    """The shape of the grid of scales of a tensor `[rows, columns]`."""
     return -(-rows // block[0]), -(-columns // block[1])

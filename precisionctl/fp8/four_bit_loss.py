@@ -28,7 +28,8 @@ GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098,
 """SQNR of Gaussian weights, and the share of them that become zero: what the steps cost by themselves."""
 
 _ROUNDING = 1 + 2.0**-22
-"""A scale has errors of its own; what they put beyond the largest number has not saturated."""
+"""The relative error of a scale itself. A value that exceeds the largest number by no more than that has not
+saturated."""
 
 
 def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourBitScheme, Loss]:
@@ -55,7 +56,7 @@ def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourB
 
 
 def _scales(scheme: FourBitScheme, values: Tensor, amax: Tensor, whole: Tensor, scratch: Tensor) -> Tensor:
-    """What codes are multiplied by, as an export chooses it, FP32 `[rows, groups]`."""
+    """The multipliers of codes that an export in this scheme would choose, FP32 `[rows, groups]`."""
     if scheme == "nvfp4":
         global_scale = group_scales.nvfp4_global(whole, divisor=False)
         stored = group_scales.nvfp4_scales_of(values, amax, global_scale, scratch, divisor=False)

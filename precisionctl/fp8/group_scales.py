@@ -77,11 +77,12 @@ def least_error(
     multipliers: Callable[[Tensor], Tensor],
     scratch: Tensor,
 ) -> Tensor:
-    """Of several scales for each group of `values` `[rows, columns]`, as they are stored, `[rows, groups]` each, that
-    which loses least, by squared error. `multipliers` says what codes are multiplied by, FP32; `scratch` is as
-    `nibbles.encode` takes it.
+    """For each group of `values` `[rows, columns]`, the one of several candidate scales with the smallest squared
+    error. Candidates are `[rows, groups]`, in the dtype that is stored. `multipliers` maps them to the FP32 multipliers
+    of codes; `scratch` is as `nibbles.encode` takes it.
 
-    A later one must be better by a thousandth than those before: the last bits of a sum depend on the machine.
+    A later candidate must be better by a thousandth than the best before it, since the last bits of a sum depend on the
+    machine.
     """
     errors = nibbles.squared_errors(values, form, [multipliers(stored) for stored in candidates], scratch)
     best, least = candidates[0], errors[0]
@@ -92,7 +93,8 @@ def least_error(
 
 
 def _chosen(where: Tensor, there: Tensor, elsewhere: Tensor) -> Tensor:
-    """`torch.where`, by bits: ten times as fast where conditions are as good as random, as nothing is guessed."""
+    """`torch.where`, computed by bit operations. It is ten times as fast where the condition is nearly random, as it
+    has no branches to mispredict."""
     dtype = INTEGERS[there.dtype.itemsize].torch
     bits, others = there.view(dtype), elsewhere.view(dtype)
     return (others ^ ((others ^ bits) & -where.to(dtype))).view(there.dtype)
@@ -131,5 +133,6 @@ def packed_zero_points(zeros: Tensor) -> Tensor:
 
 
 def _laid_out(words: Tensor) -> Tensor:
-    """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
+    """A copy with the strides that its shape has by default. `contiguous` keeps other strides in dimensions of size
+    1."""
     return torch.empty(words.shape, dtype=words.dtype).copy_(words)

@@ -27,8 +27,7 @@ NUMBERS: Mapping[NibbleFormat, tuple[float, ...]] = {
 """The number of each code. E2M1 has a negative zero, code 8."""
 
 SCRATCH = 3 * PIECE
-"""Elements of FP32 to work in: what is made of them takes up to four buffers, and twenty calls of PyTorch for each
-piece."""
+"""Elements of FP32 scratch to work in. A piece needs up to four buffers of its size, and twenty calls of PyTorch."""
 
 
 def decode(packed: Tensor, form: NibbleFormat, scales: Tensor, values: Tensor, scratch: Tensor) -> None:
@@ -90,7 +89,8 @@ def encode_asymmetric(
 
 
 def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """Rows, and so many FP32 buffers `[n]` of their size; scratch that is too small for one row is not used."""
+    """Split rows into bands for which FP32 `scratch` has room for this many `buffers`. Yields each band's rows and its
+    buffers, `[elements]` each. Scratch that is too small for one row is not used."""
     rows, columns = values.shape
     room = scratch.numel() // buffers
     work = scratch[: room * buffers] if room >= columns else scratch.new_empty(buffers * columns)
@@ -136,14 +136,15 @@ def _count_steps(magnitudes: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
 
 
 def _to_e2m1(values: Tensor, powers: Tensor) -> Tensor:
-    """Codes without signs, uint8, of FP32 values; both are overwritten. Each power of two above 1 has two codes more
-    below it than steps of its own; the 2 that are counted too much, and twice 127, are together 0 modulo 8."""
+    """E2M1 codes without signs, uint8, of FP32 values; both tensors are overwritten. Each power of two above 1 has two
+    codes more below it than steps of its own; the 2 that are counted too much, and twice 127, are together 0 modulo
+    8."""
     counts = _count_steps(values.abs_().clamp_(max=6), values, powers).view(torch.int32)
     return counts.add_(powers.view(torch.int32).bitwise_right_shift_(22)).to(torch.uint8).bitwise_and_(7)
 
 
 def _signs(values: Tensor) -> Tensor:
-    """Of floating-point values, as codes of E2M1 have them: uint8, 8 for a minus."""
+    """The sign bits of floating-point values as E2M1 codes have them: uint8, 8 for a minus."""
     bits = values.view(INTEGERS[values.dtype.itemsize].torch)
     return bits.bitwise_right_shift(8 * values.dtype.itemsize - 4).to(torch.uint8).bitwise_and_(8)
 
@@ -166,7 +167,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 @functools.cache
 def _pairs(form: NibbleFormat, device: torch.device) -> Tensor:
-    """By byte, its two numbers in FP32, as one FP64 that has them in this order in memory: FP64 is only copied."""
-    with torch.inference_mode(False):  # or it would be of no use outside
+    """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64
+    then copies both at once."""
+    with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
         numbers = torch.tensor(NUMBERS[form], device=device)
         return numbers[unpack(torch.arange(256, dtype=torch.uint8, device=device)).int()].view(torch.float64)

@@ -36,7 +36,7 @@ PIECE = 128 * 1024
 _FP32_MAX = float(np.finfo(np.float32).max)
 _FP32_EXPONENT, _FP32_MANTISSA = 0x7F800000, 0x007FFFFF
 INTEGERS = {1: DType.uint8, 2: DType.int16, 4: DType.int32, 8: DType.int64}
-"""By the bytes of an element: the dtype that shows its bits."""
+"""The integer dtype with an element's bits, by its number of bytes."""
 
 
 def amax(values: Tensor) -> Tensor:
@@ -339,8 +339,8 @@ def code_values(codes: Tensor) -> Tensor:
 
 
 def _look_up(codes: Tensor, values: Tensor, scratch: Tensor) -> None:
-    """Write the numbers of a tile of codes into FP32 `values`; both are contiguous. Two at a time, where there are two
-    for each: an FP64 is only copied, so it may be any two FP32."""
+    """Write the numbers of a tile of codes into FP32 `values`; both are contiguous. If their sizes are even, two codes
+    at a time: `_pairs` has their two FP32 numbers bit-cast to one FP64, which is only copied."""
     flat, into = codes.view(-1), values.view(-1)
     if any(each.numel() % 2 or each.storage_offset() % 2 for each in (flat, into)):
         into.copy_(flat)
@@ -351,7 +351,7 @@ def _look_up(codes: Tensor, values: Tensor, scratch: Tensor) -> None:
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """By two codes as one number, theirs in FP32 as one FP64."""
+    """For each pair of codes, as one uint16, their numbers in FP32, bit-cast to one FP64."""
     with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
         numbers = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
         both = torch.stack([numbers.expand(256, -1), numbers.view(-1, 1).expand(-1, 256)], -1)

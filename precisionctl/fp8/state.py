@@ -212,7 +212,8 @@ class Fp8State:
 BY_TE = "transformer_engine"
 BY_RECORDER = "precisionctl's recorder in Megatron-Core"
 RECORDED_IN_MEGATRON = (BY_TE, BY_RECORDER)
-"""`producer`s of state of Megatron-Core's own passes: TE's modules, which say no name, or our recorder."""
+"""The `producer`s of state that was recorded in passes of Megatron-Core: TE's modules, which store no name, or our
+recorder."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def load(run: CoreRun, iteration: Path, updates: int | None) -> None:
         return
     chained, state = run.optimizer.chained_optimizers, loaded["core_optimizer"]
     for one, saved in zip(chained, [state] if len(chained) == 1 else [state[n] for n in sorted(state)], strict=True):
-        # Groups as this run has them: all that a checkpoint says of them here is the count
+        # The run's own parameter groups: only the count of updates is taken from the checkpoint
         groups = [{k: v for k, v in group.items() if k != "params"} | {"step": updates} for group in one.param_groups]
         saved |= {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
         one.load_state_dict(saved)
@@ -106,7 +106,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
 
 
 def _named(run: CoreRun) -> dict[int, str]:
-    """Megatron's names of the state of each stage of this rank."""
+    """For each stage of this rank, the name of its state in Megatron's state dict."""
     return {stage: f"model{stage}" if len(run.stages) > 1 else "model" for stage in range(len(run.stages))}
 
 

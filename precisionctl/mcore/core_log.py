@@ -1,5 +1,5 @@
-"""What megatron-core and PyTorch say by Python's warnings and logging while they train: in a file of the run's folder,
-as it would hide the run's own lines. Errors are shown all the same."""
+"""The log of megatron-core and PyTorch. Their warnings and logging go to a file in the run's folder, as they would hide
+the run's own lines on the terminal. Errors are shown all the same."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ FILE = "megatron.log"
 
 @contextmanager
 def core_log() -> Iterator[Callable[[Path | None], None]]:
-    """A context in which warnings are kept until the function that it gives is told of a run's folder, and then go to
-    the file there; with None they are dropped, as on all ranks but one. If there is an unforeseen error before that,
-    they are shown."""
+    """A context that keeps warnings until the function it yields is called with the run's folder; from then on they go
+    to the file there. Called with None, as on all ranks except the first, it drops them. An unforeseen error before
+    that shows them."""
     kept, errors = MemoryHandler(capacity=1, flushLevel=logging.WARNING), logging.StreamHandler()
     kept.setLevel(logging.WARNING)
     kept.addFilter(_is_not_about_overwriting)

@@ -36,8 +36,9 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
 
 
 def _loss_bytes(logits: int) -> int:
-    """Megatron's vocab_parallel_cross_entropy holds all of them in FP32, beside the BF16 logits or their gradients,
-    and their BF16 copy in which the padding's columns are filled (`_leave_out_padding`)."""
+    """Bytes for the loss of this many logits. Megatron's vocab_parallel_cross_entropy holds them in FP32, besides the
+    BF16 logits or their gradients, and the BF16 copy in which the columns of padding are filled
+    (`_leave_out_padding`)."""
     return (2 + 2 + 4) * logits
 
 

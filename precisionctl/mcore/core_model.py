@@ -1,6 +1,6 @@
 """Megatron-Core's GPTModel for a ModelShape: on a GPU of Transformer Engine's layers, without it of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +12,6 @@ from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
-from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.model.router_losses import Balance
 from precisionctl.trainer.saved.balance import balance_args
@@ -30,7 +29,10 @@ def make_config(
     kind = MLATransformerConfig if args["multi_latent_attention"] else TransformerConfig
     known = {field.name for field in fields(kind)}
     given = {name: value for name, value in args.items() if name in known and value is not None}
-    given |= _fp8_words(recipe.precision) if recipe.precision.fp8 else {}
+    if recipe.precision.keeps_state:
+        given |= {**recipe_words(recipe.precision.delayed), "tp_only_amax_red": False}
+    elif recipe.precision.fp8:
+        given |= stateless_words(recipe.precision)
     if recipe.train.recompute == "layer":
         given |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     activation = F.silu if args["swiglu"] else F.gelu
@@ -70,12 +72,6 @@ def make_config(
         if name.startswith("yarn_"):  # no fields of its own, but GPTModel looks for them there
             setattr(config, name, value)
     return config
-
-
-def _fp8_words(precision: Precision) -> Mapping[str, object]:
-    if not precision.keeps_state:
-        return stateless_words(precision)
-    return {**recipe_words(precision.delayed), "tp_only_amax_red": False}
 
 
 def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -> Any:

@@ -1,6 +1,9 @@
-"""A run in memory that Megatron-Core trains: stages of its GPTModel under its DistributedDataParallel, its distributed
-optimizer, and the rows of the bundled trainer, so that both make the same updates of the same batches, but for one
-thing: Megatron weighs routers' losses of a batch by its tokens, the bundled trainer by its targets."""
+"""A run in memory that Megatron-Core trains: stages of its GPTModel in its DistributedDataParallel, its distributed
+optimizer, and the rows of the bundled trainer.
+
+Both trainers make the same updates from the same batches, with one difference: in a batch, Megatron weighs the routers'
+losses by the number of tokens, the bundled trainer by the number of targets.
+"""
 
 import math
 import time
@@ -21,8 +24,7 @@ from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.model.router_losses import Balance
-from precisionctl.trainer.optimizer.adamw import learning_rate
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, rate_of_update
 from precisionctl.trainer.stopping import SkippedSteps
 
 
@@ -87,19 +89,13 @@ class CoreRun:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of update number `step`, counted from 1."""
-        train = self.recipe.train
-        if self.schedule:
-            return self.schedule.rate(step, train.batch_size)
-        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
-
     def update(self) -> StepMetrics:
         """One optimizer step, on all ranks together; it changes nothing, but counts, if loss or norm is not finite.
         Raises as `SkippedSteps.count`."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begun, batches, rate = time.perf_counter(), self.feed.batches(self.position), self.learning_rate(self.step + 1)
+        begun, batches = time.perf_counter(), self.feed.batches(self.position)
+        rate = rate_of_update(self.step + 1, self.recipe, self.schedule)
         biases = [
             (buffer, buffer.clone())
             for stage in self.stages
@@ -187,9 +183,12 @@ def _check_buckets(stages: Sequence[Any]) -> None:
 
 
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """A micro-batch through a stage, and what makes of the last stage's losses `[rows, length]` their sum and the
-    number of targets, by which Megatron divides gradients. Rows are padded at the right, where causal attention does
-    not look; routers are told, so that they do not count it."""
+    """Run a micro-batch through a stage. Returns the last stage's losses `[rows, length]` and a function that sums them
+    and counts the targets, by which Megatron divides gradients.
+
+    Rows are padded at the right, which causal attention does not see. Routers get a mask, so that they do not count
+    padding.
+    """
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = next(batches)
@@ -215,8 +214,8 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
 
 
 def _padding_of(stage: Any, padding: Tensor) -> Tensor:
-    """`padding`, True there, `[rows, length]`, as this stage wants it: 0.16.1 divides it among ranks with sequence
-    parallelism on the first stage alone (gpt_model.py: _preprocess)."""
+    """The mask `padding` (True at padding, `[rows, length]`) in the form that this stage expects. With sequence
+    parallelism, 0.16.1 divides it among the ranks only on the first stage (gpt_model.py: _preprocess)."""
     from megatron.core import parallel_state
 
     if stage.module.pre_process or not stage.config.sequence_parallel:

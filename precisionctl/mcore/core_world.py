@@ -9,8 +9,8 @@ from precisionctl.trainer.parallel.world import World, process_group
 
 
 class CoreWorld(World):
-    """All ranks, in Megatron's groups. Those of one `data_rank` have the same rows, and all but the first along
-    `tensor_rank` the same losses as that."""
+    """All ranks, in Megatron's groups. Ranks with one `data_rank` have the same rows, and ranks that differ only in
+    `tensor_rank` have the same losses."""
 
     def __init__(self, ranks: Ranks) -> None:
         from megatron.core import parallel_state

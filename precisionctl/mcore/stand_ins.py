@@ -1,5 +1,5 @@
-"""Stand-ins for calls of megatron-core 0.16 and later: for those that ask for a GPU or Transformer Engine on the ways
-taken here, so that a run can be tried, and proved, on CPUs with gloo; and for two that are wrong anywhere."""
+"""Replacements for some functions of megatron-core (0.16 and later). Most let a run work on CPUs with gloo, to be tried
+and tested there, where megatron-core asks for a GPU or Transformer Engine. Two correct errors that occur anywhere."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on `cuda`."""
+    """A mode of PyTorch in which tensors for `cuda` are made on the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -23,7 +23,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """Waits for what is done already, and records events that are past."""
+    """Stands in for CUDA's streams and events: there is nothing to wait for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -34,10 +34,10 @@ class _NoStream:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """A context in which megatron-core trains as it should, also on a CPU and with PyTorch's Adam. The stand-ins for
-    functions stay in the process."""
-    let_adam_of_pytorch_be_loaded()
-    _mend_padding()
+    """A context in which megatron-core trains correctly, also on a CPU and with PyTorch's Adam. Functions that are
+    replaced stay so in this process."""
+    support_pytorch_adam()
+    _fix_padding_mask()
     with contextlib.nullcontext() if torch.cuda.is_available() else without_cuda():
         yield
 
@@ -52,7 +52,7 @@ def without_cuda() -> Iterator[None]:
 
 
 @cache
-def _mend_padding() -> None:
+def _fix_padding_mask() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     count_loads = TopKRouter._apply_expert_bias
@@ -99,14 +99,16 @@ def _stand_in_for_cuda() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Sizes that collectives take as numbers, which Megatron's own makes of a tensor on a GPU alone."""
+    """Megatron's `maybe_move_tensor_to_cpu` without a GPU: sizes that collectives take as numbers. Megatron's own
+    converts only tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 @cache
-def let_adam_of_pytorch_be_loaded() -> None:
-    """Where neither Transformer Engine nor Apex is, the optimizer is PyTorch's. That has no state before its first step
-    and counts updates for each parameter, where a checkpoint has one count for all."""
+def support_pytorch_adam() -> None:
+    """Let a checkpoint be loaded into PyTorch's Adam, which Megatron uses without Transformer Engine and Apex. That
+    Adam has no state before its first step, and counts updates for each parameter, where a checkpoint has one count for
+    all."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:

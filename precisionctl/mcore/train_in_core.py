@@ -79,7 +79,7 @@ def _check(plan: RunPlan, ranks: int) -> None:
 
 
 CORE = TrainingEngine(_check, look_ahead_in_core)
-"""Megatron-Core, which need not be installed for it."""
+"""The engine Megatron-Core. Planning a run for it does not need megatron-core."""
 
 
 def require_core() -> None:
@@ -205,8 +205,9 @@ def _train(
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
             notes = (*memory_notes, *_notes(plan, ranks.count), *state_notes, *rows.notes)
-            said = (plan.load, plan.skipped, plan.backend, disk)
-            on_start(Started(recipe, plan.out, run.step, newest is not None, *said, fp8={}, notes=notes))
+            continues = newest is not None
+            loaded = (plan.load, plan.skipped, plan.backend, disk)
+            on_start(Started(recipe, plan.out, run.step, continues, *loaded, fp8={}, notes=notes))
         received = stack.enter_context(stop_signals())
         while run.step < recipe.train.steps:
             metrics = run.update()
@@ -256,8 +257,8 @@ class _Begin:
 
 
 def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: CoreWorld) -> _Begin:
-    """Convert the source into the run's folder, as Megatron-Core reads one container alone, and each of its optimizers
-    its own layout of it. To be called before the model takes memory; what a killed run left there is made anew."""
+    """Convert the source into the run's folder. Megatron-Core reads only one container, and each of its optimizers only
+    its own layout in it. To be called before the model takes memory. What a killed run left there is made anew."""
     source, skipped, folder = plan.source, plan.skipped, plan.out / "start"
     step, position = loading.start_of(source, skipped, plan.recipe, rows)
     updates = None

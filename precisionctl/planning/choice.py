@@ -1,4 +1,5 @@
-"""Which weights of a plan are to be FP8, where the user says more than a table: by patterns of their names."""
+"""Choose by name patterns which weights of a plan become FP8, where the user asks for other ones than the family's
+table."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -12,11 +13,11 @@ from precisionctl.planning.plan import Job, Plan
 
 
 def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
-    """The plan to Hugging Face's layout with other weights as those of FP8 GEMMs.
+    """The plan, in Hugging Face's layout, with other weights as those of FP8 GEMMs.
 
-    A pattern is the shell's, and must match the whole name of a module as the directory has it, which is a weight's
-    without `.weight`. What engines want in one form with a weight goes with it. What is excluded stays, whatever
-    includes it. Raises RecipeError for a pattern that chooses nothing.
+    A pattern is a shell pattern and must match a module's whole name in the directory (a weight's name without
+    `.weight`). Weights that engines want in the same form follow each other. `exclude` wins over `include`. Raises
+    RecipeError for a pattern that matches nothing.
     """
     gemms = {name for job in plan.jobs if job.row.gemm for name in job.weights}
     reasons = why_not_gemms(plan.targets)
@@ -36,7 +37,8 @@ def _with(chosen: Set[str], job: Job) -> Row:
 
 
 def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:
-    """The groups of the weights that patterns match. `reasons` say of tensors why they are no FP8 GEMM's."""
+    """The groups of the weights that match the patterns. `reasons` says of other tensors why they can be no FP8 GEMM's
+    weight."""
     found = set()
     for pattern in patterns:
         groups = {in_step(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}

@@ -48,13 +48,15 @@ def make_plan(
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
-    `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
-    BF16. `optimizer` takes the state of the source's optimizer along, in FP32, or between Megatron checkpoints as it is
-    stored.
-    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
-    are names that the target is to have where that is a choice; `for_engine` gives experts those under which engines
-    look for their codes. A `state_dict` is what trainers save: names that the model's class has in memory, copies of
-    tied tensors, and FP32 masters, where there are any, as its weights.
+    `dtype` is that of every target tensor except those that keep theirs. None keeps the stored dtype, with FP8 codes
+    decoded to BF16. With `optimizer`, the state of the source's optimizer goes along: in FP32, or as it is stored if
+    both sides are Megatron's.
+
+    The others choose names of the target, where there is a choice. `respelled`: experts that a Hugging Face source has
+    fused get the names that the model's own class saves. `for_engine`: experts get the names under which engines look
+    for their codes. `wanted` are names that the target must have. `state_dict`: the result is what trainers save, with
+    the names of the model's class in memory, copies of tied tensors, and FP32 masters as weights if there are any.
+
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
@@ -126,7 +128,7 @@ def stored_model(source: PlanSource) -> ModelShape:
 
 
 def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
-    """The source's tensors that have Hugging Face's names: all of its directories, and of a Megatron checkpoint a
+    """The source's tensors that have Hugging Face's names: all of a Hugging Face directory; of a Megatron checkpoint, a
     wrapper's towers."""
     if source.layout == "hf":
         return source.specs

@@ -59,10 +59,11 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
                 continue
             row = replace(job.row, gemm=False)
             if kind != "param" and isinstance(row.rearrangement, Gamma):
-                row = replace(row, rearrangement=SAME)  # a difference of weights is the same, from wherever they count
+                row = replace(row, rearrangement=SAME)  # moments do not change if 1 is subtracted from a weight
             own = job.writes[: len(row.hf) if target == "hf" else 1]
             writes = tuple(state_name(kind, name) for name in own)
-            if (writes and masters) or kind != "param":  # that a weight without a place is zero is checked already
+            # Masters without a place are left out: the model's own job checks that such a weight is zero
+            if (writes and masters) or kind != "param":
                 yield Job(state_name(kind, job.name), row, reads, writes)
     if kinds:
         parameter, (kind, *_) = next(iter(kinds.items()))

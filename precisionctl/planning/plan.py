@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encode:
-    """The weights of a job that become codes, each of its target's dtype, and the scales written beside them.
+    """Which weights of a job become codes, in their target's dtype, and which scales are written with them.
 
-    `weights`: by weight, how many rows and columns share a scale, and the tensors that receive its grid of `scale_inv`
-    and what else its encoding has; tensors of the job that are not in it stay values.
-    `input_scales`: tensors whose one number is known already, and that number: scales of inputs, or of a KV cache.
-    `shared`: all weights have the one scale, or in four bits the one global scale, that their joint amax gives, because
-    engines compute q/k/v, and gate/up, as one and would requantize, or compute wrong, where they differ.
-    `alongside`: weights of other jobs that have that scale too, and the tensors of the source that they are read from.
-    `numbers`: what new scales of weights are rounded up to.
+    `weights`: for each such weight, its Scales: how many rows and columns share a scale, and the tensors for the grid
+    of `scale_inv` and the rest of the encoding. The job's other tensors stay values. `input_scales`: tensors with a
+    single number that is already known, and that number: scales of inputs, or of a KV cache.
+
+    `shared`: all weights get the one scale (with four bits: the one global scale) of their joint amax. Engines compute
+    q/k/v, and gate/up, as one, and would requantize or compute wrong results if their scales differed. `alongside`:
+    weights of other jobs that have the same scale too, and the source's tensors from which they are read. `numbers`:
+    what new scales of weights are rounded up to.
     """
 
     weights: Mapping[str, Scales]
@@ -50,7 +51,7 @@ class Encode:
 
     @property
     def scale_tensors(self) -> tuple[str, ...]:
-        """What is written beside codes."""
+        """The names of the tensors that are written beside the codes."""
         return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.input_scales)
 
 
@@ -77,13 +78,13 @@ class Job:
 
     @property
     def weights(self) -> Sequence[str]:
-        """Of the tensors that it writes, those that an export encodes if it does the job's."""
+        """The tensors that the job writes and that an export encodes if it encodes this job."""
         values = {name for template, name in zip(self.row.hf, self.writes, strict=False) if template in self.row.values}
         return [name for name in self.writes if name not in values]
 
     @property
     def outputs(self) -> Sequence[str]:
-        """The tensors that it writes, scales included."""
+        """The names of all tensors that the job writes, with scales."""
         return (*self.writes, *self.encode.scale_tensors) if self.encode else self.writes
 
     @property
@@ -128,7 +129,7 @@ class Plan:
 
     @property
     def text(self) -> Plan:
-        """The same without a wrapper's towers, which nothing here computes."""
+        """The plan without a wrapper's towers, with which nothing here computes."""
         return self if self.model.wrapper is None else self._only(of_towers=False)
 
     @property
@@ -146,7 +147,7 @@ class Plan:
         return sum(self.targets[name].nbytes for name in job.outputs)
 
     def costs(self, jobs: Iterable[Job]) -> list[int]:
-        """What each job weighs against the others: the bytes that it writes."""
+        """The relative cost of each job: the bytes that it writes."""
         return [self.job_bytes(job) for job in jobs]
 
     @property
@@ -164,7 +165,7 @@ class Plan:
         return not all(row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What such a job writes, of the values of all that it reads."""
+        """The tensors that such a job writes, from the values of all that it reads."""
         whole = parts[0] if self.source == "megatron" else job.row.source.merge(parts, self.model)
         return (whole,) if self.target == "megatron" else job.row.split(whole, self.model)
 

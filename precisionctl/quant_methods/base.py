@@ -40,7 +40,7 @@ FIXED_INPUTS: tuple[Scheme, ...] = ("static", "nvfp4")
 """Schemes with a fixed scale for the inputs of each weight."""
 
 CODES = DType.float8_e4m3fn
-"""What every engine reads; none takes E5M2 weights."""
+"""The dtype of FP8 weights in exports. Every engine reads it, and none reads E5M2 weights."""
 
 Block = tuple[int | None, int | None]
 """How many rows and columns share a scale; None: all of them."""
@@ -75,13 +75,13 @@ EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """What the codes of a weight are, and where the rest of its encoding is: a row of a method's table.
+    """What the codes of a weight are, and which tensors hold the rest of its encoding: a row of a method's table.
 
-    `block` says how many rows and columns share a scale, of one of the dtypes `scales`, or of any. Without a `packing`
-    codes are FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales:
-    a global scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the
-    `shape` of the weight; and the fixed global scale of its `input`. `same_inputs`: engines that can round inputs to
-    the same format, without a fixed scale.
+    `block` says how many rows and columns share a scale. `scales` are the dtypes that scales may have; empty for any.
+    Without a `packing`, codes are FP8, and their dtype says which. The next fields are names of tensors beside the
+    weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
+    of blocks; `zero_points`, INT4, packed along rows; the weight's `shape`; and `input`, the fixed global scale of its
+    input. `same_inputs`: some engines round inputs to the same format, without a fixed scale.
     """
 
     block: Block
@@ -99,8 +99,8 @@ class CodeFormat:
         return self.packing.name if self.packing else "FP8"
 
     @property
-    def beside(self) -> tuple[str | None, str | None, str | None]:
-        """The names of what a weight has beside its scales: a global scale, zero points, its shape."""
+    def other_tensors(self) -> tuple[str | None, str | None, str | None]:
+        """The names of the tensors that a weight has besides its scales: global scale, zero points, shape."""
         return self.global_scale, self.zero_points, self.shape
 
     @property
@@ -111,10 +111,10 @@ class CodeFormat:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a `quantization_config` says of its tensors.
+    """The content of a `quantization_config`.
 
-    `formats` are those that weights may have; where there are several, a weight's tensors decide. `static`: whether
-    inputs have fixed scales; None where some have and some have not.
+    `formats` are the formats that weights may have; if there are several, a weight's tensors decide. `static` says
+    whether inputs have fixed scales; None if some have and some have not.
     """
 
     formats: tuple[CodeFormat, ...]
@@ -122,12 +122,12 @@ class Quantization:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Those that codes of FP8 may have."""
+        """The block sizes that FP8 weights may have."""
         return tuple(form.block for form in self.formats if form.packing is None)
 
     @property
     def scheme(self) -> str:
-        """The Scheme that this is, or a description of what is none of them."""
+        """The name of the Scheme, or a description if it is none of them."""
         for scheme, block in BLOCKS.items():
             if scheme not in FOUR_BITS and (self.blocks, self.static) == ((block,), scheme == "static"):
                 return scheme
@@ -137,7 +137,8 @@ class Quantization:
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
     def narrowed(self, scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec]) -> Quantization:
-        """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
+        """The same, with the single one of several `blocks` that all weights have; unchanged if they do not share
+        one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
                 return in_fp8((block,), self.static)
@@ -150,7 +151,7 @@ def in_fp8(blocks: Iterable[Block], static: bool | None) -> Quantization:
 
 
 def together(parts: Iterable[Quantization]) -> Quantization:
-    """What a config says as a whole whose groups of modules, or layers, say `parts`."""
+    """The Quantization of a config that has several `parts`, for groups of modules or for layers."""
     listed = list(parts)
     static = {part.static for part in listed}
     formats = dict.fromkeys(form for part in listed for form in part.formats)
@@ -173,13 +174,18 @@ class Scales:
 
     @property
     def of_weight(self) -> tuple[str, ...]:
-        """The names of all but the input's."""
+        """The names of all of them except the input's."""
         names = (self.weight, self.global_scale, self.zero_points, self.shape)
         return tuple(name for name in names if name is not None)
 
     @property
+    def global_divides(self) -> bool | None:
+        """As `Encoding.global_divides`."""
+        return self.divides if self.global_scale else None
+
+    @property
     def multiplying(self) -> tuple[str, ...]:
-        """The names of those that values are multiplied with, or divided by."""
+        """The names of the scales by which values are multiplied or divided."""
         return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
 
     @property
@@ -194,7 +200,7 @@ class Scales:
         return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
 
     def of_input_amax(self, amax: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of `input_amax`."""
         if self.global_scale is None:
             return amax / E4M3.largest
         return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
@@ -214,11 +220,14 @@ class CacheSpelling:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How an export is spelled. `shapes` gives that of the tensor that holds a grid of so many rows and columns of
-    scales, by scheme, and by those that are only read. `config(scheme, ignored)` is the `quantization_config`, with the
-    full names of the linear and embedding modules that are not quantised under the key `ignored`, `cache` how scales
-    of a KV cache are spelled, and `files(config)` are the files beside it, by name. Modules with a name that ends in
-    one of `never` are known not to be quantised, named or not. `four_bits` are the formats of schemes of four bits."""
+    """How an export is written in a method's form.
+
+    `shapes` maps each scheme to a function from the size of a grid of scales to the shape of the tensor that stores it.
+    `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
+    embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
+    are further files, by name. Loaders know that modules whose name ends in one of `never` are not quantised, so these
+    need not be listed. `four_bits` has the formats of four-bit schemes.
+    """
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
@@ -229,27 +238,24 @@ class Spelling:
     four_bits: Mapping[str, CodeFormat] = field(default_factory=dict)
 
     def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:
-        """What a weight is as codes."""
+        """A weight's spec once it is codes."""
         packing = form.packing if (form := self.four_bits.get(scheme)) else None
         return replace(weight, dtype=packing.element.dtype if packing else CODES, packing=packing)
 
     def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
         """The tensors to store beside a weight: scales in FP32, or exponents as bytes, and what four bits need."""
+        grid = grid_shape(weight.rows, weight.columns, scales.block)
         if form := self.four_bits.get(scheme):
-            return self._of_four_bits(scales, weight, form)
-        shape = self.shapes[scheme]
-        found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
+            one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
+            found = {scales.weight: TensorSpec(grid, form.scales[0])}
+            found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
+            if scales.shape is not None:
+                found[scales.shape] = TensorSpec((2,), DType.int64)
+            return found
+        shape, dtype = self.shapes[scheme], DType.uint8 if scheme == "mxfp8" else DType.float32
+        found = {scales.weight: TensorSpec(shape(*grid), dtype)}
         if scales.input is not None:
-            found[scales.input] = shape(1, 1)
-        dtype = DType.uint8 if scheme == "mxfp8" else DType.float32
-        return {name: TensorSpec(size, dtype) for name, size in found.items()}
-
-    def _of_four_bits(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
-        one = TensorSpec(self.shapes["static"](1, 1), DType.float32)
-        found = {scales.weight: TensorSpec(grid_shape(weight.rows, weight.columns, scales.block), form.scales[0])}
-        found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
-        if scales.shape is not None:
-            found[scales.shape] = TensorSpec((2,), DType.int64)
+            found[scales.input] = TensorSpec(shape(1, 1), dtype)
         return found
 
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AS_VALUES = ("gptq", "awq")
-"""Methods whose codes are read as values alone (`checkpoints/transposed_codes.py`)."""
+"""Methods whose codes are only read as values (`checkpoints/transposed_codes.py`)."""
 
 _OTHERWISE = {
     "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
 }
-"""What methods that others know store, in words."""
+"""What is stored under methods that are not read here, in words."""
 
 
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
@@ -76,22 +76,24 @@ def coded_weights(
     method or scheme that cannot be read, DamagedCheckpoint for codes whose scales are missing or misshapen.
     """
     method = recognise(config, where)
-    said = method.read(config["quantization_config"]) if method else None
-    packed = _packed(said, specs, where) if said else {}
+    quantization = method.read(config["quantization_config"]) if method else None
+    packed = _packed(quantization, specs, where) if quantization else {}
     known = (*packed, *(name for name, spec in specs.items() if spec.packing))
     beside = {sibling(name, kind) for name in known for kind in (method.weight_scales if method else ())}
     others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
     codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
-    if codes and (method is None or said is None):
+    if not codes:
+        return {}
+    if method is None or quantization is None:
         raise DamagedCheckpoint(f"{next(iter(codes))} is FP8 codes but there is no `quantization_config`", where=where)
-    return {name: _coded(name, stored, method, said, specs, where) for name, stored in codes.items() if method and said}
+    return {name: _coded(name, stored, method, quantization, specs, where) for name, stored in codes.items()}
 
 
-def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
+def _packed(quantization: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
     """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
     one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
     found: dict[str, str] = {}
-    packings = [form.packing for form in said.formats if form.packing and form.packing.block is None]
+    packings = [form.packing for form in quantization.formats if form.packing and form.packing.block is None]
     for suffix in dict.fromkeys(packing.suffix for packing in packings):
         words = {packing.word for packing in packings if packing.suffix == suffix}
         for name, spec in specs.items():
@@ -101,7 +103,7 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
             if spec.dtype in words:
                 found[weight] = name
             elif suffix:
-                kinds = " or ".join(dict.fromkeys(form.in_words for form in said.formats))
+                kinds = " or ".join(dict.fromkeys(form.in_words for form in quantization.formats))
                 raise DamagedCheckpoint(f"{name} is {spec.stored_dtype}; the config says: {kinds}", where=where)
             if suffix and weight in specs:
                 raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {name}", where=where)
@@ -112,17 +114,23 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
 
 
 def _coded(
-    weight: str, codes: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
+    weight: str,
+    codes: str,
+    method: QuantMethod,
+    quantization: Quantization,
+    specs: Mapping[str, TensorSpec],
+    where: object,
 ) -> CodedWeight:
-    """The format that a weight's tensors are of; where its scales fit several, that which has the others beside it.
-    Raises DamagedCheckpoint where there is none."""
+    """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
+    are there. Raises DamagedCheckpoint if no format fits."""
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
-    possible = [(form, found) for form in said.formats if (found := _as_weight(spec, suffix, form))]
+    possible = [(form, found) for form in quantization.formats if (found := _as_weight(spec, suffix, form))]
     fitting = [(form, found) for form, found in possible if _fits(specs[scale], form, found)]
     if not fitting:
         spec = possible[0][1] if possible else spec
-        kinds = " or ".join(dict.fromkeys(form.in_words for form in [form for form, _ in possible] or said.formats))
+        forms = [form for form, _ in possible] or quantization.formats
+        kinds = " or ".join(dict.fromkeys(form.in_words for form in forms))
         raise DamagedCheckpoint(
             f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
             f"{list(spec.shape)}; the config says: {kinds}",
@@ -130,21 +138,21 @@ def _coded(
         )
     beside = _BESIDE if fitting[0][1].packing else ()
     there = {kind for kind in beside if sibling(weight, kind) in specs}
-    form, spec = min(fitting, key=lambda each: len(there ^ set(filter(None, each[0].beside))))
-    if strange := sorted(there.difference(form.beside)):
+    form, spec = min(fitting, key=lambda each: len(there ^ set(filter(None, each[0].other_tensors))))
+    if strange := sorted(there.difference(form.other_tensors)):
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
-    global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
-    given = _input(weight, method, form, said, specs, where)
+    global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.other_tensors)
+    given = _input(weight, method, form, quantization, specs, where)
     size = sized(form.block, spec)
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
-    check_beside(scales, spec, specs, where)
+    check_other_tensors(scales, spec, specs, where)
     return CodedWeight(codes, spec, scales)
 
 
 _BESIDE = ("weight_global_scale", "weight_scale_2", "weight_zero_point", "weight_shape", "pre_quant_scale")
-"""What tools store beside codes of four bits, without which they are other values; the last, of ModelOpt's AWQ, is not
-read."""
+"""Tensors that tools store beside four-bit codes and that are needed to decode them. The last, of ModelOpt's AWQ, is
+not read."""
 
 
 def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
@@ -157,7 +165,8 @@ def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
 
 
 def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
-    """The weight whose codes a stored tensor of a name with this suffix are in a format; None where they cannot be."""
+    """The logical weight if a stored tensor, whose name has this suffix, holds codes in this format; None if it does
+    not."""
     packing = form.packing
     if packing is None or stored.packing is not None:
         fits = stored.packing == packing and (packing is not None or stored.dtype in fp8.CODES)
@@ -167,7 +176,7 @@ def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec 
     return TensorSpec((stored.rows, stored.columns * packing.codes_in_word), packing.element.dtype, packing=packing)
 
 
-def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
+def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
     """Raise DamagedCheckpoint where a tensor beside the scales of four-bit codes is not there, or of another shape or
     dtype than it has."""
     rows, groups = grid_shape(weight.rows, weight.columns, scales.block)
@@ -194,13 +203,15 @@ def _input(
     weight: str,
     method: QuantMethod,
     form: CodeFormat,
-    said: Quantization,
+    quantization: Quantization,
     specs: Mapping[str, TensorSpec],
     where: object,
 ) -> str | None:
     """The fixed scale of a weight's input."""
     kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
-    wanted = said.static if said.static is not None else any(sibling(weight, kind) in specs for kind in kinds)
+    wanted = quantization.static
+    if wanted is None:
+        wanted = any(sibling(weight, kind) in specs for kind in kinds)
     given = _present(weight, kinds, specs, where) if wanted and kinds else None
     if given is not None and specs[given].rows * specs[given].columns != 1:
         raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
@@ -231,8 +242,8 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
-    """How the codes of `weight` decode with this stored scale tensor, of any dtype and method; without a global scale
-    and zero points, which `complete_encoding` reads too.
+    """The Encoding of a weight from its stored scales, of any dtype and method. It lacks a global scale and zero
+    points, which `complete_encoding` also reads.
 
     Raises DamagedCheckpoint for a scale that is negative, infinite or NaN.
     """
@@ -249,9 +260,9 @@ def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = 
 def complete_encoding(
     read: Callable[[str], Tensor], scales: Scales, weight: TensorSpec, where: object = ""
 ) -> Encoding:
-    """How the codes of `weight` decode with the tensors beside it, which `read` reads by name.
+    """The Encoding of a weight from all its tensors, which `read` reads by name.
 
-    Raises DamagedCheckpoint as `encoding` does, and for a weight's stored shape that is another one.
+    Raises DamagedCheckpoint as `encoding` does, and if the stored shape is not the weight's.
     """
     found = encoding(read(scales.weight), scales, weight, where)
     if scales.shape is not None and (shape := read(scales.shape).reshape(-1).tolist()) != list(weight.shape):

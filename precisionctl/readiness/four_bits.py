@@ -12,9 +12,9 @@ from precisionctl.readiness.thresholds import NOISE, ZEROS
 
 @dataclass(frozen=True)
 class FourBitCost:
-    """Of each module's weight (the worst expert's), by scheme: its `sqnr_db`, and the share of elements that become
-    zero. `left_out` are patterns, as for a recipe's keep_bf16, of those modules that lose too much for four bits, by
-    NOISE or ZEROS: they have outliers, which finer formats hold."""
+    """The cost of four bits, by scheme: for each module's weight (the worst expert's) its `sqnr_db`, and the share of
+    elements that become zero. `left_out` are patterns, as for a recipe's keep_bf16, of modules that lose too much by
+    NOISE or ZEROS: they have outliers, which finer formats can represent."""
 
     sqnr_db: Mapping[str, Mapping[FourBitScheme, float]]
     underflow: Mapping[str, Mapping[FourBitScheme, float]]

@@ -69,9 +69,8 @@ class RoleHealth:
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on one scaling. `keep_bf16` are patterns for a recipe, which match `kept` modules. `recalibrate` is
-    the number of modules whose state should not be used, `margin` that of modules that saturate, and `unjudged` has, by
-    role, the number of modules of which nothing is known.
-    """
+    the number of modules whose state should not be used, and `margin` the number of modules that saturate. `unjudged`
+    has, by role, the number of modules about which nothing is known."""
 
     scaling: Scaling
     modules: int
@@ -231,8 +230,8 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     kept = _modules_with("bf16", scaling, concerned)
     again = _modules_with("recalibrate", scaling, concerned)
     margin = _modules_with("margin", scaling, concerned) - kept
-    if scaling == "delayed":
-        again |= set(gemms) if not states else set()
+    if scaling == "delayed" and not states:
+        again |= named
     # A history alone shows whether delayed scaling saturates, so it suffices; underflow is only seen in elements
     unjudged = [
         health.role

@@ -40,19 +40,19 @@ SAMPLED = 8
 """Four bits take twice the time of all else that is measured, and a sum over an eighth of a weight is as telling."""
 
 
-class _Looking(Worker, ABC):
-    """Looks at what a job would write."""
+class _RowObserver(Worker, ABC):
+    """Shows the rows that a job would write, in order, to `_observe`."""
 
     def _put(self, name: str, row: int, values: Tensor | Bytes) -> None:
         stored = self._writer.specs[name].dtype.torch
-        self._look(values if isinstance(values, Tensor) else torch.from_numpy(values).view(stored))
+        self._observe(values if isinstance(values, Tensor) else torch.from_numpy(values).view(stored))
 
     @abstractmethod
-    def _look(self, values: Tensor) -> None:
-        """Look at rows, given in order."""
+    def _observe(self, values: Tensor) -> None:
+        """Called with the next rows."""
 
 
-class _Amax(_Looking):
+class _Amax(_RowObserver):
     """Computes the amax of the tensor that a job would write."""
 
     def amax(self, job: Job) -> Tensor:
@@ -60,11 +60,11 @@ class _Amax(_Looking):
         self.do(job)
         return self._largest
 
-    def _look(self, values: Tensor) -> None:
+    def _observe(self, values: Tensor) -> None:
         self._largest = torch.maximum(self._largest, numerics.amax(values))
 
 
-class _Measurer(_Looking):
+class _Measurer(_RowObserver):
     """Measures the tensor that a job would write. Rows arrive in order, in pieces that depend on the format; they are
     regrouped into steps of fixed size, so that sums are the same to the last bit for every format."""
 
@@ -76,7 +76,7 @@ class _Measurer(_Looking):
         self._measure_first(len(self._waiting))
         return MeasuredWeight(self._statistics, self._four_bits)
 
-    def _look(self, values: Tensor) -> None:
+    def _observe(self, values: Tensor) -> None:
         self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values.clone()  # of a buffer
         step = max(1, _AT_ONCE // (values.shape[1] * BLOCK)) * BLOCK
         while len(self._waiting) >= step:
@@ -116,10 +116,10 @@ def measure_weights(
     workers: int,
     on_bytes: Callable[[int], None],
 ) -> dict[str, list[MeasuredWeight]]:
-    """What was measured of each FP8 GEMM's weight, by module: one, or one for each expert.
+    """The measurements of each FP8 GEMM's weight, by module: one, or one for each expert.
 
-    Statistics of delayed scaling use the scale of `states`, if one was recorded. `on_bytes` is called with the number
-    of stored bytes that were just measured; `workers` is the number of processes.
+    Delayed scaling is measured with the scale of `states`, if one was recorded. `on_bytes` is called with the number of
+    stored bytes that were just measured; `workers` is the number of processes.
     """
     nowhere = Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)

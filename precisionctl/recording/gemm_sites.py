@@ -1,7 +1,5 @@
-"""Where a live model computes the GEMMs that have FP8 state, by their Megatron names.
-
-Of transformers' models the families' tables say it; modules of Megatron-Core have the names.
-"""
+"""Find where a live model computes the GEMMs that have FP8 state, by their Megatron names. In transformers' models the
+families' tables say which modules those are; in Megatron-Core modules have the names."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -26,9 +24,9 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)")
 
 @dataclass(frozen=True)
 class Normed:
-    """The norm before a GEMM. `module` is called with what it normalises; `output` computes, in FP32, what TE's fused
-    norm casts. `adds_to_rounded` says whether the module rounds a multiplier to BF16 before it adds a bias, which may
-    cancel all but the error (LayerNorm1P of transformers: `weight + 1`)."""
+    """The norm before a GEMM. `module` is called with the norm's input; `output` computes in FP32 what TE's fused norm
+    casts. `adds_to_rounded` says whether the module rounds a multiplier to BF16 and then adds a bias, as LayerNorm1P in
+    transformers does (`weight + 1`). The bias may cancel everything except the rounding error."""
 
     module: nn.Module
     output: Callable[[Tensor], Tensor]
@@ -37,9 +35,10 @@ class Normed:
 
 @dataclass(frozen=True)
 class GemmSite:
-    """A GEMM, and the modules that compute it: `linears` all take its input, and their outputs together are its output
-    (q, k and v). `expert` is the number of the expert whose it is. One module may compute the GEMMs of all `experts`
-    with these numbers: it is called with their tokens, and how many each of them has."""
+    """A GEMM and the modules that compute it: all of `linears` take its input, and their outputs together are its
+    output (q, k and v). `expert` is the number of the expert that it belongs to. If one module computes the GEMMs of
+    several experts, `experts` are their numbers; it is called with these experts' tokens, and with the number of tokens
+    for each."""
 
     name: str
     linears: tuple[nn.Module, ...]
@@ -50,8 +49,9 @@ class GemmSite:
 
 @dataclass(frozen=True)
 class Sites:
-    """The GEMMs of a live model that are to be recorded, and the attention modules whose keys and values are, by the
-    name of their state. `in_transformers` says whose modules these are."""
+    """The GEMMs of a live model that are to be recorded, and its attention modules whose keys and values are recorded,
+    with the name that their state gets. `in_transformers` says whether the model is transformers' or
+    Megatron-Core's."""
 
     gemms: tuple[GemmSite, ...]
     attention: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
 
 
 def _norm_before(name: str, jobs: Mapping[str, Job], model: nn.Module, shape: ModelShape) -> Normed | None:
-    """The norm that Megatron has in a module, and transformers before it."""
+    """The norm in transformers that Megatron fuses into a module; None if there is none."""
     weight, bias = jobs.get(f"{name}.layer_norm_weight"), jobs.get(f"{name}.layer_norm_bias")
     if weight is None:
         return None

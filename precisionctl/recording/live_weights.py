@@ -19,8 +19,8 @@ from precisionctl.param import Layout, TensorSpec
 
 @dataclass(frozen=True)
 class LiveWeights:
-    """What `digest_weights` and `make_plan` read: tensors by the names that they have in memory, experts in one tensor
-    as its slices."""
+    """A live model as a source for `digest_weights` and `make_plan`: tensors under their names in memory, with experts
+    in one tensor as its slices."""
 
     model: ModelShape
     tensors: Mapping[str, Tensor]
@@ -30,7 +30,7 @@ class LiveWeights:
 
     @staticmethod
     def of(model: nn.Module) -> "LiveWeights":
-        """Those of a transformers model."""
+        """The weights of a transformers model."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
             if is_stack(name, TensorSpec(tuple(tensor.shape), DType.of(tensor.dtype))):

@@ -73,9 +73,9 @@ def key_of(module: str, expert: int | None) -> str:
 
 
 def merged(parts: Iterable[Fp8States]) -> Fp8States:
-    """One state of those of all processes: where several recorded a tensor, or a part of it, the largest amax of each
-    row. Experts, `module[expert]` in a part, become their module's, each at its number: those that nobody recorded are
-    there as such."""
+    """The states of all processes merged to one. If several recorded a tensor, each row of the history is the largest
+    of theirs. Experts have keys `module[expert]` in a part, and are stacked to their module's state; an expert that
+    nobody recorded has fresh state."""
     parts = list(parts)
     by_key: dict[str, list[Fp8State]] = {}
     for part in parts:

@@ -41,9 +41,9 @@ def record(
 def recorder_callback(
     out: StrPath, *, recipe: str = "fp8-delayed", overrides: tuple[str, ...] = (), every: int = 8
 ) -> "TrainerCallback":
-    """The same for transformers' Trainer: `Trainer(..., callbacks=[recorder_callback(OUT)])` records from the beginning
-    of its training to the end; a run has passes enough to record only some. Arguments and errors are those of
-    `record`."""
+    """As `record`, for transformers' Trainer: `Trainer(..., callbacks=[recorder_callback(OUT)])` records from the
+    beginning of its training to the end. A run has many passes, so it is enough to record some (`every`). Arguments and
+    errors are those of `record`."""
     from transformers import TrainerCallback
 
     class RecorderCallback(TrainerCallback):
@@ -69,9 +69,9 @@ def recorded_provider(
     overrides: tuple[str, ...] = (),
     every: int = 8,
 ) -> Callable[Arguments, Model]:
-    """The same for Megatron-LM, whose `pretrain` asks for a function that makes the model: one that makes the same, and
-    records it. `passes` must be fewer micro-batches than the run makes: the file is written when so many have been
-    recorded and the next one begins."""
+    """As `record`, for Megatron-LM, whose `pretrain` takes a function that makes the model. Returns a function that
+    makes the same model and records it. `passes` must be fewer micro-batches than the run makes: the file is written
+    when that many have been recorded and the next one begins."""
     recorder = RunRecorder(out, recipe=recipe, overrides=overrides, every=every, passes=passes)
 
     @wraps(provider)

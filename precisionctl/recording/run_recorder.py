@@ -30,9 +30,10 @@ from precisionctl.trainer.start import CALIBRATED
 class RunRecorder:
     """Records the passes with gradients of the models that it is attached to, under a recipe of delayed scaling.
 
-    A forward pass of the model begins a row of the histories; its backward belongs to it. Of passes each `every`-th is
-    recorded. After `passes` of these, the file is written and the hooks are gone; without a number, `finish` does that.
-    Of several processes each records its own; the last to finish writes the file of all.
+    Each recorded forward pass begins a row of the histories, to which its backward belongs; only every `every`-th pass
+    is recorded. After `passes` recorded passes the file is written and the hooks are removed; without `passes`,
+    `finish` does that. With several processes, each records its own passes, and the last to finish writes the file for
+    all.
 
     Raises RecipeError for a recipe that keeps no state.
     """
@@ -153,8 +154,8 @@ class RunRecorder:
             self._detach.append(linear.register_forward_hook(after).remove)
 
     def _mask_of(self, values: Tensor) -> Tensor | None:
-        """Which of the tokens `[..., features]` are no padding. None, all, where the mask is not of these: it may cover
-        a cache as well, and layers may recompute a pass that another one followed."""
+        """Which of the tokens `[..., features]` are not padding, or None for all. The model's mask is used only if it
+        is for these tokens: it may also cover a cache, or be of a later pass if a layer recomputes an earlier one."""
         return self._mask if self._mask is not None and len(self._mask) == values.shape[:-1].numel() else None
 
     def _record(self, site: GemmSite, role: Role, values: Tensor, args: tuple[Any, ...], mask: Tensor | None) -> None:
@@ -213,7 +214,8 @@ class RunRecorder:
 
 
 def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The largest magnitude, NaN if any is; with a mask, bool `[tokens]`, that of tokens where it is True."""
+    """The largest magnitude, of all values or of tokens where `mask`, bool `[tokens]`, is True. NaN if any of them is
+    NaN."""
     values = values.detach()
     if mask is not None:
         values = values.reshape(len(mask), -1).masked_fill(~mask.to(values.device)[:, None], 0)
@@ -238,8 +240,8 @@ def _largest(normed: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _normed_amax(normed: Normed, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """That of a norm's output. On a CPU `[tokens, features]` are normed in pieces that stay in a core's cache, which
-    takes a ninth of the time."""
+    """The amax of a norm's output, where `mask` is True. On a CPU, `[tokens, features]` are normed in pieces that stay
+    in a core's cache, which takes a ninth of the time."""
     rows = max(1, numerics.PIECE // tokens.shape[1]) if tokens.is_cpu else len(tokens)
     parts = torch.split(tokens, rows)
     masks = [None] * len(parts) if mask is None else torch.split(mask, rows)

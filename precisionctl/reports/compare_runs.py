@@ -37,7 +37,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class GuardLooks:
-    """What the guard of a run has seen: FP8 against BF16 from the same weights, at each of its looks."""
+    """The comparisons of a run's guard: FP8 against BF16 from the same weights."""
 
     run: str
     looks: int
@@ -149,8 +149,8 @@ def compare(paths: Sequence[Path], last: int = LAST_STEPS) -> RunComparison:
 
 def _settings(paths: Sequence[Path]) -> dict[str, Sequence[object]]:
     runs = [settings_of(path if path.is_dir() else path.parent) for path in paths]
-    said = [run for run in runs if run]
-    names = {name for run in said for name in differing_settings(said[0], run)}
+    known = [run for run in runs if run]
+    names = {name for run in known for name in differing_settings(known[0], run)}
     return {name: [run.get(name) for run in runs] for name in sorted(names)}
 
 

@@ -90,7 +90,8 @@ def legend(items: Sequence[tuple[str, str]]) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one role of one module shows: a CSS class, a few characters, and all of it as a title."""
+    """A cell for one role of one module: its CSS class, a few characters of text, and the full information as a
+    title."""
 
     step: str
     text: str

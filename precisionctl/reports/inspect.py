@@ -40,10 +40,12 @@ Description = Mapping[str, Any]
 
 
 def describe(reader: Reader) -> Description:
-    """Everything that can be said without reading tensor data; FP8 state, which is small, is read. `model` is None for
-    a trainer's checkpoint that nothing says the model of."""
+    """Everything that can be said of a checkpoint without reading tensor data, except FP8 state, which is small and is
+    read. `model` is None if nothing describes the model of a trainer's checkpoint."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
-    nbytes = _bytes_by_dtype(reader)
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        nbytes[spec.stored_dtype] += spec.nbytes
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
@@ -89,7 +91,8 @@ _SIZES = {
 
 
 def _cut(reader: Reader) -> dict[str, int] | None:
-    """The parallel sizes for which a Megatron checkpoint says that it was written, as far as it does."""
+    """The parallel sizes that a Megatron checkpoint was written for, as far as its arguments say; None for other
+    checkpoints."""
     if not of_megatron(reader):
         return None
     return {field: size for field, (_, name) in _SIZES.items() if type(size := reader.args.get(name)) is int}
@@ -115,8 +118,8 @@ def _parts(reader: Reader) -> dict[str, dict[str, int]]:
 
 
 def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
-    """The matrices of a model that no table describes, those together whose names differ in numbers alone: how many,
-    and why they stay as they are in an FP8 export (None: they do not)."""
+    """The matrices of a model without a table, in groups whose names differ only in numbers: how many there are, and
+    why an FP8 export keeps them as values (None: it does not)."""
     reasons = why_not_gemms(reader.specs)
     linears = {name: spec for name, spec in reader.specs.items() if name not in reasons and not is_slice(name)}
     served = ServingLayout.of(model.config)
@@ -130,26 +133,20 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
     return [{"pattern": pattern, "count": count, "why_not_fp8": why} for (pattern, why), count in found.items()]
 
 
-def _bytes_by_dtype(reader: Reader) -> Counter[str]:
-    nbytes: Counter[str] = Counter()
-    for spec in reader.specs.values():
-        nbytes[spec.stored_dtype] += spec.nbytes
-    return nbytes
-
-
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
-    """What a trainer's checkpoint has of one."""
+    """The size of a trainer's optimizer state, or why it cannot be read; None if there is none."""
     if not (of_megatron(reader) or of_trainer(reader)):
         return None
     try:
         specs = reader.optimizer_specs
-    except CheckpointError as error:  # of the rest there is something to say all the same
+    except CheckpointError as error:  # the rest of the checkpoint can be described all the same
         return {"unreadable": str(error)}
     return {"tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs.values())} if specs else None
 
 
 def _coded(reader: Reader) -> dict[str, Any] | None:
-    """How codes of weights are spelled, or were before they became values; how many share scales in which way."""
+    """How weights are encoded, or were before they became values, and how many weights share scales in each way; None
+    if they never were."""
     coded = stored_weight_encodings(reader)
     if coded is None:
         return None
@@ -164,7 +161,7 @@ def _coded(reader: Reader) -> dict[str, Any] | None:
 
 
 def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
-    """Who shares a scale, in a few words."""
+    """What shares a scale, in a few words."""
     if block[0] >= spec.rows and block[1] >= spec.columns:
         return "tensor"
     return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
@@ -173,6 +170,7 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
 def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
     iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
+    roles = [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
     return {
         "recipe": asdict(states.recipe),
         "producer": states.producer,
@@ -181,7 +179,7 @@ def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
         "of_these_weights": _is_of_its_weights(states, reader) if reader else None,
         "never_recorded": {
             role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
-            for role in _roles(states)
+            for role in roles
         },
         "not_understood": sorted(states.raw),
         "notes": list(states.notes),
@@ -193,16 +191,12 @@ def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
 
 
 def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
-    """None for a checkpoint of which too much is missing to say."""
+    """Whether FP8 state was recorded with the checkpoint's weights; None if too much of the checkpoint is missing to
+    tell."""
     try:
         return is_of_weights(states, digest_weights(reader), reader)
     except PrecisionctlError:
         return None
-
-
-def _roles(states: Fp8States) -> list[Role]:
-    """The roles to show: all of a GEMM's, and those of attention that are there."""
-    return [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
 
 
 def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:
@@ -278,7 +272,7 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
 
 
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the sizes of a model say; of one that no table here describes, that."""
+    """Rows on the sizes of a model, or one row that says that its family has no table."""
     if "num_layers" not in model:
         return [("table", "none for this family: converts from Hugging Face to Hugging Face only")]
     padding = model["padded_vocab_size"] - model["vocab_size"]
@@ -291,7 +285,7 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:
-    """Parallel sizes as `convert` takes them, but those that are its defaults."""
+    """Parallel sizes as options of `convert`, without those that have their default."""
     defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
     words = [f"--{_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")

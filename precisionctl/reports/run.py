@@ -54,7 +54,7 @@ def dry_run(dry: DryRun) -> list[str]:
 
 def _taken(run: Started | DryRun) -> str:
     """What a run begins with."""
-    if run.going_on:
+    if run.continues:
         return "continued"
     skipped = run.skipped if isinstance(run, Started) else run.plan.skipped
     return "weights only" if "optimizer" in skipped else "weights and optimizer"

@@ -15,12 +15,13 @@ SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""
 
 FEW = 5
-"""How many of them where settings differ: two models, of which tensors say no more than settings do."""
+"""How many tensors are listed if settings differ, too: then it is two models, and tensors tell no more than settings
+do."""
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """The settings that differ, how many tensors are what, the worst of those that differ, the differences in FP8
-    state, and what was not compared."""
+    """Tables of the settings that differ, the number of tensors with each status, the worst of those that differ, the
+    differences in FP8 state, and what was not compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
@@ -94,17 +95,14 @@ def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ..
 
 def _worst(different: Sequence[TensorComparison], most: int) -> Table:
     worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:most]
-    rows = [
-        (t.name, _status(t), t.dtypes, *map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ",")))
-        for t in worst
-    ]
+    rows = []
+    for t in worst:
+        status = f"{t.status} {t.shapes}" if t.shapes else t.status
+        numbers = map(_number, (t.sqnr_db, t.max_abs_error, t.differing), (".1f", ".3g", ","))
+        rows.append((t.name, status, t.dtypes, *numbers))
     title = counted(len(different), "tensor differs", "tensors differ")
     title += f", the worst {most}" if len(different) > most else ""
     return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error", "values that differ"), rows)
-
-
-def _status(tensor: TensorComparison) -> str:
-    return f"{tensor.status} {tensor.shapes}" if tensor.shapes else tensor.status
 
 
 def _number(value: float | None, form: str) -> str:

@@ -126,10 +126,10 @@ def _require_understood(text: str, chat: Conversation, template: ChatTemplate, w
             )
 
 
-def _prints(number: int, said: str, text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
-    """Whether a conversation is rendered as the same `text` with `said` as the content of message `number`."""
+def _prints(number: int, content: str, text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
+    """Whether a conversation is rendered as the same `text` if message `number` has this `content`."""
     messages = [*chat.messages]
-    messages[number] = {**messages[number], "content": said}
+    messages[number] = {**messages[number], "content": content}
     try:
         return template.render(messages, chat, where)[0] == text
     except DataError:

@@ -56,23 +56,23 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
             _cut(folder / name, lambda key, _: key in _OF_THE_TOKENIZER or key.endswith("_token"))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file can make the libraries raise nearly anything
-        raise _in_our_words(error, folder) from None
+        raise _load_error(error, folder) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(tokenizer.eos_token_id, int):
         raise DataError("the checkpoint's tokenizer has no end-of-text token", do="Set eos_token in its config.")
     return tokenizer
 
 
-def _in_our_words(error: Exception, folder: Path) -> DataError:
-    """What keeps a tokenizer from being loaded, and what helps."""
+def _load_error(error: Exception, folder: Path) -> DataError:
+    """The error of a tokenizer that does not load, with the cause and what to do, as far as they can be told."""
     for file in sorted(folder.glob("*.json")):
         try:
             json.loads(file.read_bytes())
         except (ValueError, RecursionError) as broken:
             what = f"the checkpoint's tokenizer does not load: {file.name} is no JSON: {broken}"
             return DataError(what, do="Copy that file again; it may have been cut off.")
-    said = " ".join(str(error).split()) or "nothing"
-    what = f"the checkpoint's tokenizer does not load: {type(error).__name__}, transformers says: {said}"
-    if not (folder / "tokenizer.json").exists() and ("sentencepiece" in said or "tiktoken" in said):
+    message = " ".join(str(error).split()) or "nothing"
+    what = f"the checkpoint's tokenizer does not load: {type(error).__name__}, transformers says: {message}"
+    if not (folder / "tokenizer.json").exists() and ("sentencepiece" in message or "tiktoken" in message):
         return DataError(
             "the checkpoint's tokenizer does not load: it has no tokenizer.json, and its other files need a package "
             "that is not installed",

@@ -131,7 +131,12 @@ class Tokenizer:
         ]
         fields = {"where": [piece.where for piece in pieces]}
         replies = self._answers("samples", fields, [piece.content for piece in pieces], queries)
-        return [_tokenized_sample(reply, piece.where) for reply, piece in zip(replies, pieces, strict=True)]
+        found = []
+        for reply, piece in zip(replies, pieces, strict=True):
+            tokens, learned = reply.parts
+            ids, notes = _ids(tokens, piece.where), tuple(reply.fields["notes"])
+            found.append(TokenizedSample(ids, np.frombuffer(learned, np.bool_), notes))
+        return found
 
     def encode(self, text: str, **options: bool) -> list[int]:
         """The tokens of a text, with options of transformers' tokenizers."""
@@ -205,8 +210,8 @@ class _Known(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """For one reply: where its subject is from, the limits, the most bytes of the reply, and what to `do` if it
-    fails."""
+    """One reply that is asked for: where its subject comes from, for errors; its limits; the most bytes that it may
+    have; and the advice if it fails."""
 
     where: str
     limits: Limits
@@ -258,8 +263,3 @@ def _ids(part: bytes, where: str) -> NDArray[np.int32]:
     if ids.max(initial=0) > _LARGEST_ID:
         raise DataError(f"the checkpoint's tokenizer makes token {ids.max()}", where=where, do=_DO)
     return ids.astype(np.int32)
-
-
-def _tokenized_sample(reply: Packet, where: str) -> TokenizedSample:
-    tokens, learned = reply.parts
-    return TokenizedSample(_ids(tokens, where), np.frombuffer(learned, np.bool_), tuple(reply.fields["notes"]))

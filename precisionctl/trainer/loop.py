@@ -14,7 +14,7 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.trainer.measure.meter import PendingStepCost
 from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
-from precisionctl.trainer.passes import accumulate_gradients, held_out_loss
+from precisionctl.trainer.passes import accumulate_gradients, bf16_passes, held_out_loss
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.saved.saving import Saver
@@ -44,11 +44,11 @@ def train(
         try:
             while run.step < train.steps:
                 if run.guard:
-                    run.guard.before_step(run)
+                    run.compute_in(fp8=run.guard.before_step(run.step))
                 with run.recording():
                     loss = reporter.report(_measured_update(run))
                 saver.poll()
-                if run.guard and (rollback := run.guard.after_step(run, loss)):
+                if run.guard and (rollback := run.guard.after_step(run.step, loss, run.recorder is None)):
                     saver.finish()
                     return rollback
                 stop = agreed_stop(run.world, received, until)
@@ -163,11 +163,12 @@ def update(run: Run) -> tuple[Tensor, int]:
     That is decided on the device, so that the host does not wait.
     """
     batches, targets = run.batches(run.position)
-    if run.guard:
-        run.guard.before_gradients(run, batches, targets)
+    bf16 = None
+    if run.guard and run.recorder is None and run.guard.wants_bf16_passes(run.step + 1):
+        bf16 = bf16_passes(run, batches, targets)
     total, *router = accumulate_gradients(run, batches, targets)
-    if run.guard:
-        run.guard.after_gradients(run, lambda: float(total) / targets)
+    if run.guard and bf16:
+        run.guard.compare(run.step + 1, bf16, float(total) / targets, run.optimizer.gradients, run.model.shards)
     numbers = torch.stack([total, run.optimizer.clip(), *router])
     skip = ~numbers.isfinite().all()
     run.optimizer.step(run.learning_rate(run.step + 1), skip)

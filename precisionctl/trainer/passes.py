@@ -6,10 +6,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from precisionctl.precision import Precision
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.run import Run
+from precisionctl.trainer.shadow import Bf16Passes
 
 
 def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
@@ -27,6 +30,19 @@ def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Te
             run.optimizer.collect()
     run.optimizer.reduce(run.world)
     return run.world.sum_over_data_ranks(torch.cat([total[None], *([losses.sums] if losses else [])]))
+
+
+def bf16_passes(run: Run, batches: Sequence[Batch], targets: int) -> Bf16Passes:
+    """Make the passes of an update of an FP8 run in BF16. Nothing in the run changes."""
+    micro_batch_size = run.recipe.train.micro_batch_size
+    in_fp8 = held_out_loss(run.model, run.held_out, micro_batch_size) if run.held_out else None
+    with run.model.recorded_by(Recorder(Precision(fp8=False), run.device, run.world)):
+        loss = float(accumulate_gradients(run, batches, targets)[0]) / targets
+        gradients = run.optimizer.take_gradients()
+        held_out = None
+        if run.held_out and in_fp8 is not None:
+            held_out = in_fp8, held_out_loss(run.model, run.held_out, micro_batch_size)
+    return Bf16Passes(loss, gradients, held_out)
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:

@@ -48,14 +48,14 @@ from precisionctl.trainer.stopping import SkippedSteps, Stop, deadline
 
 @dataclass(frozen=True)
 class Started:
-    """What the user sees before the first step. `going_on` is True if the run continues from an iteration in its own
+    """What the user sees before the first step. `continues` is True if the run continues from an iteration in its own
     folder. `skipped` are the parts of the checkpoint that were not loaded. `fp8` has the number of GEMMs by where their
     state is from, then by role."""
 
     recipe: Recipe
     out: Path
     step: int
-    going_on: bool
+    continues: bool
     load: Load
     skipped: frozenset[StatePart]
     backend: BackendName
@@ -67,12 +67,12 @@ class Started:
 @dataclass(frozen=True)
 class Finished:
     """Where a run ended: at its last step, or earlier, for the reason `stopped`; its last `checkpoint` is saved either
-    way. `speaks` is True on the rank that reports it, the first."""
+    way. `on_first_rank` is True on the one rank that reports it."""
 
     step: int
     checkpoint: Path
     stopped: Stop | None
-    speaks: bool = True
+    on_first_rank: bool = True
 
 
 def resume(
@@ -105,8 +105,8 @@ def resume(
 
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
-    """Create and lock the run's folder, on the first rank: two runs must not write into one folder. A new one in which
-    nothing was done but locking is removed, where no other rank may be writing into it."""
+    """Create and lock the run's folder, on the first rank: two runs must not write into one folder. If the run fails
+    before anything else is written, a new folder is removed again, unless other ranks may be writing into it."""
     if not world.first:
         world.barrier()
         yield

@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 
 from precisionctl.recipe import Recipe
+from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch, Blend, Feed, Rows
+from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.optimizer.adamw import RunOptimizer, learning_rate
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.optimizer.adamw import RunOptimizer
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, rate_of_update
 from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.stopping import SkippedSteps
-
-if TYPE_CHECKING:
-    from precisionctl.trainer.guard import Guard
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Run:
     position: int = 0
     recorder: Recorder | None = None
     world: World = ALONE
-    guard: "Guard | None" = None
+    guard: Guard | None = None
     schedule: MegatronSchedule | None = None
     """The checkpoint's learning rates, if the run continues those; None for the recipe's."""
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
@@ -64,16 +62,29 @@ class Run:
             batches, targets = self.batches(position)
             yield from ((batch, targets) for batch in batches)
 
+    def compute_in(self, *, fp8: bool) -> None:
+        """Switch an FP8 run to FP8 or BF16 from the next update on. While it computes in BF16 a recorder keeps the FP8
+        state up to date, and FP8 takes that over when it switches back."""
+        linears = fp8_linears(self.model)
+        if fp8 and self.recorder:
+            states = self.recorder.states()
+            for name, linear in linears.items():
+                linear.set_fp8_state(states[name])
+            self.recorder = None
+        elif not fp8 and self.recorder is None:
+            precision = self.recipe.precision
+            self.recorder = Recorder(
+                precision if precision.keeps_state else replace(precision, fp8=False), self.device, self.world
+            )
+            self.recorder.load({name: state for name, linear in linears.items() if (state := linear.fp8_state())})
+
     def recording(self) -> AbstractContextManager[None]:
         """A context in which the recorder, if any, records the model's passes."""
         return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update number `step`, counted from 1."""
-        train = self.recipe.train
-        if self.schedule:
-            return self.schedule.rate(step, train.batch_size)
-        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
+        return rate_of_update(step, self.recipe, self.schedule)
 
     def casts_once(self, passes: int) -> bool:
         """Whether an update of this many passes casts each weight to FP8 once instead of in every pass."""

@@ -59,7 +59,7 @@ class RunPlan:
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
     def notes(self) -> Iterator[str]:
-        """What the user is to know of it, whatever trains."""
+        """Notes for the user that apply to every engine."""
         yield from loading.loading_notes(self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
             how = "is carried along in the sidecar, unused"
@@ -76,10 +76,11 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class TrainingEngine:
-    """What trains, as far as a plan asks it.
+    """An engine that trains: the parts of it that planning uses.
 
-    `check` raises RecipeError for a plan that does not fit so many ranks, or asks for what the engine has not, and
-    UnknownArchitecture for a model that it does not compute. `look_ahead` says what a run of the recipe takes on them.
+    `check` raises RecipeError for a plan that does not fit this many ranks, or asks for something that the engine
+    lacks, and UnknownArchitecture for a model that it does not compute. `look_ahead` estimates what a run of the recipe
+    takes on these ranks.
     """
 
     check: Callable[[RunPlan, int], None]
@@ -145,15 +146,15 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
-    the rank that reports it, the first."""
+    """What a run would be. `continues` is True if its folder already has an iteration, at `step`. `on_first_rank` is
+    True on the one rank that reports it."""
 
     plan: RunPlan
     step: int
-    going_on: bool
+    continues: bool
     ahead: Preflight
     disk: DiskSpace
-    speaks: bool
+    on_first_rank: bool
 
 
 def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:

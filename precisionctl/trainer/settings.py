@@ -20,8 +20,8 @@ from precisionctl.trainer.saved.loading import Load, StatePart
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. `load` None means full if the checkpoint has an optimizer; `skip` are the parts that
-    are not loaded; `reference` has the config and tokenizer of a checkpoint that has none."""
+    """The options of `resume`. `load` None means full if the checkpoint has an optimizer. `skip` are the parts that are
+    not loaded. `reference` has the config and tokenizer of a checkpoint that has none."""
 
     checkpoint: Path
     precision: Literal["bf16", "fp8"]
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def start(self) -> Mapping[str, object]:
-        """What belongs to a run's identity besides checkpoint, data and recipe."""
+        """The part of a run's identity besides checkpoint, data and recipe."""
         start: dict[str, object] = {"cold_start": self.cold_start}
         if self.skip:
             start["skip"] = sorted(set(self.skip))

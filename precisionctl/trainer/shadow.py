@@ -28,6 +28,16 @@ class GradientSimilarity:
 
 
 @dataclass(frozen=True)
+class Bf16Passes:
+    """What the BF16 passes of an update gave: the mean loss over its targets, the gradients by parameter name, and the
+    held-out losses in FP8 and in BF16 from before the update; None without held-out data."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    held_out: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class Shadow:
     """One comparison, at the update `step`. Losses are means over the update's targets; held-out losses, from before
     the update, are means over all held-out targets. `gradients` compares all gradients, `modules` those of each module.
@@ -50,7 +60,7 @@ class Shadow:
 
     @property
     def held_out_gap(self) -> float | None:
-        """The same of held-out losses; None without held-out data."""
+        """The relative difference of the held-out losses; None without held-out data."""
         return _gap(*self.held_out) if self.held_out else None
 
     @property

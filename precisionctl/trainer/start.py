@@ -59,9 +59,9 @@ _PRODUCERS: Mapping[str, StateOrigin] = {
 
 @dataclass(frozen=True)
 class Fp8Start:
-    """The FP8 state that a run starts with. `counts` has, by where state is from and by role, the number of GEMMs; each
-    expert has a GEMM of its own. `carried` is state that the run does not use but saves again, of modules that it keeps
-    in BF16."""
+    """The FP8 state that a run starts with. `counts` is the number of GEMMs by the origin of their state and by role;
+    each expert has a GEMM of its own. `carried` is state of modules that the run keeps in BF16: it is not used, but
+    saved again."""
 
     counts: Mapping[StateOrigin, Mapping[Role, int]]
     carried: Fp8States | None
@@ -137,7 +137,7 @@ def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
 
 
 def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
-    """The amaxes of the FP8 weights, over all ranks, by name."""
+    """The amax of each FP8 weight, over all ranks, by name."""
     split = ((name, *name.rpartition(".")[::2]) for name in run.model.shards.tensors)
     weights = [name for name, module, leaf in split if module in linears and leaf.startswith("weight")]
     if not weights:
@@ -150,7 +150,7 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
 
 
 Known = Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
-"""Known states by module and where they are from, in the order of preference."""
+"""States by module, each with its origin, in the order of preference."""
 
 
 def _fitting(
@@ -172,8 +172,9 @@ def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
 def unused(
     state: KnownState, sidecar_state: Fp8States | None, linears: Collection[str]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
-    """The state of modules that are not FP8 `linears` of the run, to be carried along: from the first that has any, as
-    they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
+    """The state of modules that are not among the run's FP8 `linears`, which the run carries along. It is taken from
+    the first source that has any: states have their own step and recipe, so they cannot be mixed. Also a note if other
+    state is left behind."""
     rests = [states.without(linears) for states in (*state.usable, state.outdated, sidecar_state) if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
@@ -182,7 +183,8 @@ def unused(
 
 
 def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[StateOrigin]]:
-    """Set a linear's state. Returns, for each role, the number of its GEMMs by where their state is from."""
+    """Set a linear's state, in which experts without tokens get the other experts'. Returns, for each role, the number
+    of the linear's GEMMs by the origin of their state."""
     state = change.states.modules[name]
     roles = dict(state.roles)
     roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}
@@ -204,7 +206,7 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -
 
 
 def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mapping[StateOrigin, Mapping[Role, int]]:
-    """The number of GEMMs in all modules, by where their state is from and by role."""
+    """The number of GEMMs in all modules, by the origin of their state and by role."""
     counted = {role: sum((roles[role] for roles in sources.values()), Counter[StateOrigin]()) for role in IN_USE}
     return {
         source: {role: counted[role][source] for role in IN_USE if counted[role][source]}

@@ -88,8 +88,8 @@ def check_fetched(path: Path) -> None:
 _MOST_LENGTHS = 1 << 20
 """Bytes of LENGTHS: those of thousands of files. It is read for each."""
 LENGTHS = ".lengths.json"
-"""In a directory of headers: the length of each file that only the header of is there, as a JSON object by name. Such a
-file ends where its values would begin, so nothing can take anything else for them."""
+"""A file in a directory of headers: a JSON object with the length of each file of which only the header is there, by
+name. Such a file ends where its values would begin, so no other program takes it for a whole one."""
 
 
 def whole_length(path: Path) -> int | None:

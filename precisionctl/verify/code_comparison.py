@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodesComparison:
-    """One weight that is codes on either side.
+    """A weight that is codes in A, in B or in both.
 
-    `changed` of its `codes` are others in B than in A. Where a side has values, they are encoded for this: under the
-    scales that they had when they were codes, if those are known, else under the other side's.
+    `changed` is the number of its `codes` that differ between A and B. A side that has values is encoded for this:
+    under the scales that it had when it was codes, if they are known, else under the other side's.
 
-    `scale_ratio` is the smallest and largest of B's scale_inv over A's, element by element. SQNR in dB is of B's
-    values against A's. `idempotent`: decoded to BF16 and encoded again, the codes of either side are what they were.
+    `scale_ratio` is the smallest and the largest ratio of B's scale_inv to A's, over all elements. SQNR in dB is that
+    of B's values against A's. `idempotent`: decoding to BF16 and encoding again gives the same codes, on each side.
     """
 
     name: str
@@ -36,8 +36,8 @@ class CodesComparison:
 
 
 def compare_codes(a: Reader, b: Reader | None) -> Iterator[CodesComparison]:
-    """Compare every weight that both checkpoints have, and at least one of them as codes. Without B, A is compared with
-    itself after its codes have been BF16."""
+    """Compare the codes of every weight that both checkpoints have and at least one stores as codes. Without B, A is
+    compared with itself after a way through BF16."""
     left, right = _Coded(a), None if b is None else _Coded(b)
     for name, spec in left.tensors.specs.items():
         if right is None:

@@ -7,7 +7,7 @@ memory does not grow with the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +16,7 @@ import numpy as np
 from precisionctl.checkpoints.base import Reader
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8.state import Fp8State, Fp8States, Role
-from precisionctl.fp8.statistics import Statistics
+from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
@@ -36,12 +35,12 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `rounded`: one side is exactly the other's values rounded to BF16. `encoded`: one side is exactly the
-    FP8 encoding of the other under the scale stored with it; `lost`: it is that too, and does not stand for the values
-    all the same (`verify/losses.py`).
+    """One tensor. `rounded`: one side is exactly the other rounded to BF16. `encoded`: one side is exactly the FP8
+    encoding of the other, under the scale stored with it. `lost`: it is that encoding, but its scales make no sense, so
+    it does not represent the values (`verify/losses.py`).
 
-    SQNR in dB (infinite without noise), the largest absolute error, and how many values differ (`differing`) are of B's
-    values against A's; None where the two cannot be subtracted. `remark` tells what the codes have lost, where that is
+    SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
+    compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
     worth knowing.
     """
 
@@ -52,7 +51,7 @@ class TensorComparison:
     max_abs_error: float | None = None
     differing: int | None = None
     shapes: str = ""
-    """Where they are not the same."""
+    """Both shapes, if they differ."""
     remark: str = ""
 
     @property
@@ -62,10 +61,10 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`settings` has a line for each setting that makes other logits of the same weights, and for each fixed scale that
-    differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
-    no side has any, or only one. `codes` tells of every weight that is FP8 codes on either side, where that was asked
-    for, and `not_compared` what of these two was left out."""
+    """`settings` has a line for each setting with which the same weights give other logits, and for each fixed scale
+    that differs. `fp8` has a line for each difference in FP8 state; None if state was not compared, because no side has
+    any, or only one has. `codes` describes every weight that is FP8 codes on either side, if that was asked for.
+    `not_compared` lists what was left out for these two."""
 
     tensors: tuple[TensorComparison, ...]
     settings: tuple[str, ...]
@@ -111,9 +110,13 @@ def compare(
     )
     found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
     configs, *scales = (lines for lines, _ in found)
-    of_models = list(_setting_differences(a, b))
-    families = [_other_family(a, b)] if of_models and a.model.model_type != b.model.model_type else []
-    settings = [*families, *configs, *of_models, *(line for lines in scales for line in lines)]
+    of_models = [
+        f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
+        for field, (mine, others) in a.model.differences(b.model).items()
+    ]
+    if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
+        configs = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *configs]
+    settings = [*configs, *of_models, *(line for lines in scales for line in lines)]
     left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
     if isinstance(optimizers, str):
         left_out += of_keys("one optimizer", [optimizers] if optimizers else [])
@@ -128,7 +131,7 @@ def compare(
 
 
 def bytes_to_compare(a: Reader, b: Reader) -> int:
-    """How many stored bytes of A `compare` tells of."""
+    """The number of A's stored bytes that `compare` reports to `on_bytes` in all."""
     optimizers = both_optimizers(a, b)
     of_optimizer = [] if isinstance(optimizers, str) else list(map(optimizers[0].nbytes, optimizers[0].specs))
     return sum(spec.nbytes for spec in a.specs.values()) + sum(of_optimizer)
@@ -144,7 +147,7 @@ def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None]) ->
 
 
 def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
-    """Biases that Hugging Face has no place for: not there is as zero."""
+    """Compare biases that Hugging Face has no place for. A missing one counts as zero."""
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
         if name in left and name in right and not _same_bits(left[name], right[name]):
@@ -156,7 +159,7 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
 
 
 def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
-    """What of two checkpoints is never compared, as far as they have it."""
+    """What these two checkpoints have of the things that are never compared."""
     readers = {"A": a.reader, "B": b.reader}
     derived = [name for side in (a, b) for name in side.plan.derived]
     yield from of_keys("derived", derived[:1])
@@ -171,16 +174,6 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
     named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
     if all(files):
         yield from of_keys("files", (name for name in named if files[0].get(name) != files[1].get(name)))
-
-
-def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
-    for field, (mine, others) in a.model.differences(b.model).items():
-        yield f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
-
-
-def _other_family(a: Reader, b: Reader) -> str:
-    """The reason for the other differences, where there are any: two families may also compute alike."""
-    return f"the family is {a.model.model_type} in A, {b.model.model_type} in B"
 
 
 def _in_words(setting: object) -> str:
@@ -216,7 +209,8 @@ def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, Sto
 
 
 def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float, int]]:
-    """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
+    """The losses of the side that is codes against the other side's values, and the error of B's values as `_error`
+    returns it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
@@ -249,7 +243,7 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:
-    """Whether a tensor in BF16 has another's values rounded to it, and none of them became infinite by that."""
+    """Whether `stored`, in BF16, is exactly `of` rounded, and no value became infinite by rounding."""
     return (
         stored.dtype == torch.bfloat16
         and of.is_floating_point()
@@ -259,7 +253,7 @@ def _is_rounding(stored: Tensor, of: Tensor) -> bool:
 
 
 def _only_nans_differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits wherever one of them is not NaN."""
+    """Whether two tensors of one dtype are equal bit for bit, except where both are NaN."""
     if not a.is_floating_point():
         return False
     differs = (_bits(a) != _bits(b)).view(-1, a.element_size()).any(1)
@@ -291,7 +285,7 @@ def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, floa
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
-    """How many FP32 values are not the same; zeros of two signs are not, NaNs are."""
+    """The number of FP32 values that differ: +0 and -0 differ, two NaNs do not."""
     return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
 
 
@@ -319,7 +313,10 @@ def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str
         if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
             yield f"{name}: payloads that were not understood differ"
     for name in sorted(a.statistics.keys() & b.statistics.keys()):
-        yield from _statistics_differences(name, a.statistics[name], b.statistics[name])
+        measured, others = a.statistics[name], b.statistics[name]
+        for role in sorted(measured.keys() & others.keys()):
+            if measured[role].numbers() != others[role].numbers():
+                yield f"{name} {role}: the statistics differ"
 
 
 def _recorded_otherwise(a: Fp8States, b: Fp8States) -> Iterator[str]:
@@ -338,9 +335,3 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
             yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
         elif not _same_bits(left.amax_history, right.amax_history):
             yield f"{name} {role}: the amax histories differ"
-
-
-def _statistics_differences(name: str, a: Mapping[Role, Statistics], b: Mapping[Role, Statistics]) -> Iterator[str]:
-    for role in sorted(a.keys() & b.keys()):
-        if a[role].numbers() != b[role].numbers():
-            yield f"{name} {role}: the statistics differ"

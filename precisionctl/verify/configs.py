@@ -21,8 +21,9 @@ Found = tuple[list[str], list[NotCompared]]
 
 
 def compare_configs(a: Reader, b: Reader) -> Found:
-    """Keys of config.json that differ. Those that the families' tables read are left out, since ModelShape has what
-    they say. Null is not absent, for which a class may have a default. `quantization_config` is another question."""
+    """The keys of config.json that differ, and those that were left out: keys that the families' tables read, since
+    ModelShape compares their meaning. Null and absent differ, as a class may have a default. `quantization_config` is
+    compared elsewhere."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
@@ -41,7 +42,8 @@ def compare_configs(a: Reader, b: Reader) -> Found:
 
 
 def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
-    """What two `quantization_config` say differently; nothing where they are of two methods, each in its own words."""
+    """The differences of two `quantization_config`s; none if they are of different methods, which name things
+    differently."""
     methods = [config.get("quant_method") for config in (a, b)]
     if methods[0] != methods[1]:
         return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]

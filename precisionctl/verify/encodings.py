@@ -1,4 +1,5 @@
-"""How weights are FP8 codes, or were: what two checkpoints say of it beside the codes themselves."""
+"""Compare how the weights of two checkpoints are encoded, or once were: everything that is stored about it besides the
+codes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +13,9 @@ from precisionctl.verify.not_compared import NotCompared
 
 
 def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
-    """`quantization_config`, and of weights that are values on both sides, the scales that they had as codes: those of
-    codes show in what these decode to, and between codes and values they may be others."""
+    """Compare `quantization_config` and, if the weights of both sides are values now, the scales that they had as
+    codes. (If both are codes, scales show in the values that codes decode to. If one side is codes, the scales may
+    differ.)"""
     in_codes = [bool(side.reader.encodings) for side in (a, b)]
     if not any(in_codes) and (left is None) != (right is None):
         return [], [NotCompared("one encoding", f"only {'B' if left is None else 'A'} knows")]
@@ -37,7 +39,7 @@ def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, 
 
 
 def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
-    """What a checkpoint says of how its weights are coded, or were."""
+    """The `quantization_config` of a checkpoint, or of the codes that its weights were."""
     if encodings is not None:
         return encodings.quantization
     data = side.reader.companions.files.get("config.json")

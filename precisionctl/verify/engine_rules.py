@@ -20,8 +20,8 @@ NO_CODES = EngineRule(
 
 @runtime_checkable
 class CheckableDirectory(Protocol):
-    """A Reader that shows all that an engine sees: config.json, hf_quant_config.json `beside` it if there is one, and
-    every tensor as it is stored, scales too."""
+    """A Reader that shows all that an engine sees: config.json, hf_quant_config.json if there is one, and every tensor
+    as it is stored, scales too."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
@@ -30,7 +30,7 @@ class CheckableDirectory(Protocol):
     @property
     def stored(self) -> Chunked: ...
     @property
-    def beside(self) -> Mapping[str, Any] | None: ...
+    def hf_quant_config(self) -> Mapping[str, Any] | None: ...
 
 
 def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
@@ -50,7 +50,9 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )
     stored = reader.stored
-    found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
+    found = engine.check(
+        reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.hf_quant_config
+    )
     if not reader.encodings:
         dtypes = sorted({spec.stored_dtype for spec in reader.specs.values() if len(spec.shape) > 1})
         found.append(Finding("the directory", f"no weight is codes: all are {' or '.join(dtypes)}", NO_CODES))

@@ -33,13 +33,13 @@ _TWO_ROUNDINGS = 2.0**-22
 """Relative error of an amax that was stored as a global scale, of which one is a divisor, and computed back from it."""
 
 _SHOWN = 3
-"""How many names a line of missing scales has."""
+"""Names of missing scales that a line shows."""
 
 
 @dataclass(frozen=True)
 class FixedScales:
-    """What one side says of fixed scales: `encodings` is how its weights are codes, or were, and `state` what was
-    recorded. `plan` leads to Hugging Face names."""
+    """One side's fixed scales. `encodings` is how its weights are encoded, or once were, `state` the recorded FP8
+    state, and `plan` leads to Hugging Face's names."""
 
     reader: Reader
     plan: Plan
@@ -91,8 +91,9 @@ class FixedScales:
 
 
 def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
-    """Each scale that either side has, against the other side's. Between codes and values, one that follows from what
-    the other side recorded is the same too: a training that went on counts more than the scales of former codes."""
+    """Compare each fixed scale with the other side's. If one side is codes and the other values, a scale is also
+    accepted if it follows from the amax that the other side recorded, since training since then counts more than the
+    scales of former codes."""
     alike = bool(a.reader.encodings) == bool(b.reader.encodings)  # both are codes, or both are values
     lines: list[str] = []
     missing: dict[str, list[str]] = {}
@@ -119,7 +120,8 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
 
 
 def _of_cache(name: str) -> str:
-    """One name for k_scale and v_scale wherever tools put them below an attention; others keep theirs."""
+    """A common name for k_scale and v_scale, which tools put at different places below an attention module; other names
+    stay as they are."""
     found = attention_and_kind(name)
     return f"{found[1]} scale of {found[0]}" if found else name
 

@@ -45,7 +45,7 @@ class StoredRows:
 
     @property
     def values(self) -> Tensor:
-        """What the rows stand for, FP32 `[n, columns]`."""
+        """The decoded values of the rows, FP32 `[n, columns]`."""
         return self.stored.float() if self.encoding is None else self.encoding.decode_rows(self.stored, 0)
 
     def encodes(self, values: Tensor) -> bool:
@@ -56,10 +56,10 @@ class StoredRows:
 
 
 class HfTensors:
-    """A checkpoint's tensors by Hugging Face name, whatever its layout; those of a `plan` to there, where one is given.
+    """A checkpoint's tensors under Hugging Face's names, whatever its layout; through `plan`, if given.
 
-    `copies` are those that the checkpoint stores beside what they are copies of (the `lm_head` of a tied model), by
-    name, with the name of that; they are among `specs`.
+    `copies` are tensors that the checkpoint stores although they are copies of others (the `lm_head` of a tied model):
+    the name of the copy, and the name of the original. They are among `specs`.
     """
 
     def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
@@ -110,7 +110,7 @@ class HfTensors:
         return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
 
     def is_codes(self, name: str) -> bool:
-        """Whether rows of a tensor are read as codes with their scales."""
+        """Whether the rows of a tensor are read as codes, with their scales."""
         reads = (segment.read for segment in self._segments.get(self._of.get(name, name), ()))
         return name not in self._computed and any(read in self.reader.encodings for read in reads)
 
@@ -145,22 +145,21 @@ class HfTensors:
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
         encodings = [part.encoding for part in parts if part.encoding is not None]
         encoding = joined(encodings, self.specs[name].columns) if encodings else None
-        return StoredRows(_joined([part.data for part in parts]), parts[0].dtype, encoding)
+        data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
+        return StoredRows(data, parts[0].dtype, encoding)
 
     def _compute(self, name: str) -> Tensor:
-        """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
+        """A tensor that is computed from stored ones. The last is kept, since callers read piece by piece."""
         if self._kept is None or self._kept[0] != name:
-            job = self._computed[name]
-            made = self.plan.compute(job, [self._whole(read) for read in job.reads])
-            self._kept = name, made[job.writes.index(name)]
+            job, values = self._computed[name], []
+            for read in job.reads:
+                stored, encoding = read_tensor(self.reader, read), self.reader.encodings.get(read)
+                values.append(stored if encoding is None else encoding.decode_rows(stored, 0))
+            self._kept = name, self.plan.compute(job, values)[job.writes.index(name)]
         return self._kept[1]
 
-    def _whole(self, name: str) -> Tensor:
-        stored, encoding = read_tensor(self.reader, name), self.reader.encodings.get(name)
-        return stored if encoding is None else encoding.decode_rows(stored, 0)
-
     def _part(self, segment: Segment, row: int, rows: int) -> StoredRows | None:
-        """Those of rows `[row, row + rows)` that a segment gives; None where it gives none of them."""
+        """The rows among `[row, row + rows)` that a segment gives; None if there are none."""
         first = max(row, segment.write_row)
         count = min(row + rows, segment.write_row + segment.rows) - first
         if count <= 0:
@@ -172,8 +171,3 @@ class HfTensors:
         stored, dtype = read_bytes(self.reader, segment.read, start, count), self.reader.specs[segment.read].dtype
         encoding = self.reader.encodings.get(segment.read)
         return StoredRows(stored, dtype, None if encoding is None else encoding.of_rows(start, count))
-
-
-def _joined(parts: list[Bytes]) -> Bytes:
-    """Rows one after the other."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -25,10 +25,10 @@ LOWEST_DB = 10.0
 share, or that clip, stay above; a scale that sends every value to zero, or most beyond the largest code, gives 0."""
 
 EXPECTED_DB = 20.0
-"""What the arithmetic above promises of scales that an amax gave; less is told."""
+"""The SQNR that scales from an amax always reach, by the arithmetic above. A lower one is reported."""
 
 TOLD_SHARE = 0.1
-"""The share of nonzero values that became zero, or of values beyond the largest code, from which it is told."""
+"""The share of nonzero values that became zero, or of values beyond the largest code, from which on it is reported."""
 
 NEGLIGIBLE = 2.0**-27
 """Values whose loss is none: under the smallest scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))
@@ -53,7 +53,7 @@ class Losses:
     lost: int = 0
     blocks: int = 0
     _open: Tensor | None = field(default=None, repr=False)
-    """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
+    """Signal and noise so far, FP64 `[2, blocks]`, of the row of blocks that is not complete."""
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
         """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
@@ -96,7 +96,7 @@ class Losses:
 
     @property
     def why(self) -> str:
-        """In words, what says that the codes do not stand for the values; empty for nothing."""
+        """In words, why the codes do not represent the values; empty if they do."""
         if not self.lost:
             return ""
         of = "its scale loses" if self.blocks == 1 else f"{self.lost} of {self.blocks} scales lose"
@@ -104,9 +104,9 @@ class Losses:
 
     @property
     def remark(self) -> str:
-        """In words, what is worth knowing of codes that do stand for the values."""
+        """In words, what is worth knowing of codes that do represent the values."""
         if self.four_bits:
-            return ""  # of sixteen numbers nothing better is to be expected
+            return ""  # sixteen numbers cannot do better
         nonzero = self.total.underflows / max(1, self.total.elements)
         if max(nonzero, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))
@@ -119,12 +119,14 @@ class Losses:
 
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
-    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
+    """The number of values that were too large for FP8: those that exceed the largest code's number by 1/28 (16/448),
+    where rounding would give the next code if there were one."""
     largest = torch.tensor(FP8_MAX[DType.of(codes.dtype)]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
 
 
 def _far_beyond(values: Tensor, decoded: Tensor) -> int:
-    """The same of codes of four bits: no other number than the largest is off by half of itself."""
+    """The same for four-bit codes: the number of values that exceed their code's number by half, as only the largest
+    code can be so far off."""
     return int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())

@@ -1,8 +1,5 @@
-"""What `verify A B` does not hold against one another, and why: the one list, which its report prints from and
-docs/compare.md shows whole.
-
-Everything else that is stored is compared. A report prints those lines alone that apply to its two checkpoints.
-"""
+"""What `verify A B` does not compare, and why: the only list of it. A report prints the lines that apply to its two
+checkpoints, and docs/compare.md shows all of them. Everything else that is stored is compared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -21,7 +21,10 @@ class OptimizerTensors:
 
     def __init__(self, reader: Reader) -> None:
         self._stored = _Stored(reader, _optimizer_specs(reader))
-        self.specs = {name: _without_padding(name, spec, reader) for name, spec in self._stored.specs.items()}
+        self.specs = dict(self._stored.specs)
+        for name, spec in self._stored.specs.items():
+            if name.endswith(_OF_VOCABULARY) and spec.shape[:1] == (reader.model.padded_vocab_size,):
+                self.specs[name] = replace(spec, shape=(reader.model.vocab_size, *spec.shape[1:]))
 
     def dtype(self, name: str) -> str:
         return self.specs[name].dtype.value
@@ -59,13 +62,6 @@ def _by_hf_names(reader: Reader) -> HfTensors:
     targets = {name: plan.targets[name] for job in jobs for name in job.writes}
     stored: Any = _Stored(reader, {**reader.specs, **_optimizer_specs(reader)})
     return HfTensors(stored, replace(plan, jobs=jobs, targets=targets))
-
-
-def _without_padding(name: str, spec: TensorSpec, reader: Reader) -> TensorSpec:
-    model = reader.model
-    if name.endswith(_OF_VOCABULARY) and spec.shape[:1] == (model.padded_vocab_size,):
-        return replace(spec, shape=(model.vocab_size, *spec.shape[1:]))
-    return spec
 
 
 def both_optimizers(a: Reader, b: Reader) -> tuple[OptimizerTensors | HfTensors, OptimizerTensors | HfTensors] | str:

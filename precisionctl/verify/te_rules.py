@@ -47,7 +47,7 @@ _FITTING = EngineRule(
 
 @runtime_checkable
 class TeDirectory(Protocol):
-    """What only a Reader of Hugging Face directories has."""
+    """The part of a Hugging Face Reader that other Readers do not have."""
 
     @property
     def path(self) -> Path: ...
@@ -102,7 +102,7 @@ def _of_modules(states: Fp8States, plan: Plan, reader: Reader) -> Iterator[Findi
 
 
 def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Reader) -> float:
-    """The largest magnitude of a weight, over that which becomes the largest code."""
+    """The largest magnitude of a weight, divided by the value of the largest code under its scale."""
     scale = state.roles["weight"].scale
     one = scale if job.expert is None else scale[job.expert]
     spec, amax = reader.specs[name], torch.zeros(())

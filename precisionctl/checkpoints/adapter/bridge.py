@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 _FACTOR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
-"""Which of how many tensors of Hugging Face a pair of CanonicalLoRA is for."""
+"""For each linear of CanonicalLoRA: the place of its tensor among those of Hugging Face that are fused in Megatron's,
+and their number."""
 _KINDS = ("LoRA", "CanonicalLoRA")
 _KNOWN = frozenset({
     "_target_", "dim", "alpha",
-    # which linears it is for, which the tensors say
+    # which linears it adapts: its tensors say that themselves
     "target_modules", "exclude_modules", "canonical_mapping", "params_to_save",
-    # how it was trained, and its first values made
+    # how it was initialised and trained
     "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_experimental",
     "sequence_parallel_input_regather",
-    # of experts, whose adapters are refused
+    # about experts, whose adapters are refused
     "normalize_moe_lora", "share_expert_adapters", "experts_shared_outer_loras",
 })  # fmt: skip
 _EXPORT = (
@@ -84,7 +85,8 @@ def _read_config(directory: Path) -> LoraConfig:
 
 
 class _Factors:
-    """Bridge's factors by PEFT's names, as a source of tensors: one A of a fused linear is that of each part."""
+    """Bridge's factors under PEFT's names, as a source of tensors. The parts of a fused linear (q, k and v; gate and
+    up) share one A."""
 
     def __init__(self, saved: MegatronReader, base: Reader, rank: int) -> None:
         self._saved, self._rank = saved, rank
@@ -120,7 +122,7 @@ class _Factors:
             what = f"`{b}` was saved by several tensor-parallel ranks: Bridge cuts it in two then, like gate and up"
             raise MappingError(what, do="Load it in Bridge at the same sizes, and export it there.")
         rows = [moved[:, 0] for moved in row.split(np.arange(size)[:, None], model)]
-        if part:  # of which the factor has the rows alone, in the order that they have in the fused weight
+        if part:  # the factor has this part's rows alone, in their order in the fused weight
             here = _PARTS[part][0]
             hf, rows = (hf[here],), [np.argsort(np.argsort(rows[here]))]
         stored = self._saved.specs
@@ -165,7 +167,7 @@ def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:
 
 
 def _unknown(name: str, module: str | None) -> MappingError:
-    """Of a tensor that is no factor for one of the base's linears."""
+    """The error for a tensor that is no factor of one of the base's linears."""
     if ".mlp.experts." in name:
         what = f"`{name}` is of experts, whose adapters each version of Megatron-Bridge stores in another way"
         return MappingError(what, do=_EXPORT)

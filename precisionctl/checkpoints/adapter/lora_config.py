@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: what it says of the function that an adapter makes of its base (peft 0.21,
+"""adapter_config.json of PEFT: the settings that decide which function an adapter makes of its base (peft 0.21,
 tuners/lora/config.py)."""
 
 import math
@@ -22,14 +22,14 @@ _READ = frozenset({
     "init_lora_weights", "target_modules", "target_parameters",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
-    # whose it is, and how it was trained
+    # where it is from, and how it was trained
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying",
-    # how its first values were made
+    # how it was initialised
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    # which tensors it has, which the tensors say themselves
+    # which tensors it has: they say that themselves
     "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
-    # of something that is switched off: `use_qalora`
+    # only read with `use_qalora`, which is refused
     "qalora_group_size",
 })  # fmt: skip
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
@@ -42,12 +42,13 @@ _REPEATS_NO_MORE = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What scales each low-rank product, and of which kind it is.
+    """The settings of an adapter that change what its tensors do.
 
-    `alphas` are patterns of module names and what they have in place of `alpha`, `ranks` all ranks that a module may
-    have, `rank` among them; `parameters` names the parameters, such as a layer's experts, that are adapted by
-    themselves. `modules` are the ends of the names of the others; None where an expression says them, which is not
-    evaluated, or nothing does. `base` is the model that the adapter says it is for, by a stranger's word.
+    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
+    and `alphas` the modules with an alpha of their own. `modules` are the ends of the names of adapted modules; None if
+    a regular expression names them, which is not evaluated, or nothing does. `parameters` are names of parameters that
+    are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says it is for; a
+    stranger wrote it.
     """
 
     rank: int
@@ -62,22 +63,22 @@ class LoraConfig:
     base: str | None = None
 
     def names(self, module: str) -> bool:
-        """Whether peft gives this module a product; tensors of another would be left out when it loads the adapter."""
+        """Whether peft adapts this module. If not, peft ignores the module's tensors when it loads the adapter."""
         if self.modules is None:
             return True
         begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
         return any(module[begin:] in self.modules for begin in begins)
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module is multiplied by, where it has this rank."""
+        """The factor of the low-rank product of a module with this rank."""
         alpha = self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Alphas:
-    """What modules have in place of `lora_alpha`, by expressions for the ends of their names.
+    """The modules that have an alpha other than `lora_alpha`, by regular expressions for the ends of their names.
 
-    A stranger wrote the expressions and the names: matching has SECONDS for all of them together.
+    The expressions and the names come from a stranger, so all matching together may take SECONDS.
     """
 
     def __init__(self, patterns: Mapping[str, float]) -> None:
@@ -85,7 +86,8 @@ class Alphas:
         self._left = SECONDS
 
     def of(self, module: str, otherwise: float) -> float:
-        """That of the first expression that fits. Raises MappingError where the time is up."""
+        """The alpha of the first expression that matches a module, else `otherwise`. Raises MappingError when the time
+        is used up."""
         end = time.monotonic() + self._left
         found = next((alpha for pattern, alpha in self._patterns if _matches(pattern, module, end)), otherwise)
         self._left = end - time.monotonic()
@@ -94,11 +96,12 @@ class Alphas:
 
 SECONDS = 10.0
 _MOST_CHARACTERS = 1 << 16
-"""Of all expressions together: compiling them takes up to 70 microseconds a character."""
+"""Characters of all expressions together. Compiling them takes up to 70 microseconds a character."""
 
 
 def _matches(pattern: Any, module: str, end: float) -> bool:
-    """Whether an expression fits a module; `end` is when the time is up, by the monotonic clock."""
+    """Whether an expression matches a module's name. `end` is the time, by the monotonic clock, at which matching is
+    given up."""
     left = end - time.monotonic()
     branches = "|" in pattern.pattern or "+" in pattern.pattern
     try:
@@ -112,8 +115,11 @@ def _matches(pattern: Any, module: str, end: float) -> bool:
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
-    """Read and check it. Raises DamagedCheckpoint for what is no such file, and MappingError, with the key's name, for
-    a setting under which the adapter is another function than its tensors say."""
+    """Read and check an adapter_config.json.
+
+    Raises DamagedCheckpoint for a file that is none, and MappingError, which names the key, for a setting under which
+    the adapter computes something other than its tensors alone say.
+    """
     path = directory / FILE
     config = parse_json(read_file(path, directory), path)
     if (kind := config.get("peft_type")) != "LORA":
@@ -151,8 +157,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
     modules = frozenset(targets) if isinstance(targets, list) else None
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    said = config.get("base_model_name_or_path")
-    base = said if isinstance(said, str) else None
+    name = config.get("base_model_name_or_path")
+    base = name if isinstance(name, str) else None
     every = frozenset((rank, *ranks.values()))
     return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
@@ -170,8 +176,8 @@ def _switch(config: Mapping[str, Any], key: str, path: Path) -> bool:
 
 
 def _is_harmless(pattern: str) -> bool:
-    """Whether it is a regular expression that no name makes run for long: each group of alternatives may double the
-    ways to try, and each repetition is a loop."""
+    """Whether no name can make this regular expression run for long: each group of alternatives may double the number
+    of ways to match, and each repetition is a loop."""
     if (
         len(pattern) > 500
         or pattern.count("(") > 2

@@ -1,7 +1,7 @@
-"""Weights with what an adapter does to them, made in FP32 as their rows are read and rounded once.
+"""A base's weights with an adapter's changes, computed in FP32 when their rows are read, and rounded once.
 
-A matrix is computed in runs of rows that begin at fixed numbers, whichever rows are asked for, so that its bits do not
-depend on how a conversion cuts it.
+A matrix is computed in runs of rows that begin at fixed numbers, so its bits do not depend on which rows a conversion
+asks for.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ROOM = 1 << 18
 
 @dataclass(frozen=True)
 class LowRank:
-    """`scale * B @ A` that is added to a matrix, or to `rows` of it from row `first` of the product on.
+    """`scale * B @ A`, to be added to a matrix. The matrix may be only a part of the product: the rows from `first` on.
 
-    `a` and `b` are the names of the two factors; of a stack of experts (`number` of so many) they are one below the
-    other in A, and alternate in the columns of B. `transposed`: the matrix is stored as [in, out], the product as
-    [out, in]. `magnitude` names the length that each row has in the end (DoRA).
+    `a` and `b` are the names of the factors. Factors of a stack of experts (`expert`: this one's number, of how many)
+    are below each other in A, and alternate in the columns of B. `transposed`: the matrix is stored as [in, out], while
+    the product is [out, in]. `magnitude` names the length that each row finally has (DoRA).
     """
 
     a: str
@@ -41,8 +41,8 @@ class LowRank:
 
 
 class Factors:
-    """The factors of an adapter, in FP32. The last ones are kept, as a matrix is read piece by piece, and the experts
-    of a layer one after the other."""
+    """The factors of an adapter, in FP32. The last ones are cached: a matrix is read in pieces, and the experts of a
+    layer one after the other."""
 
     def __init__(self, adapter: Chunked) -> None:
         self._adapter = adapter
@@ -50,28 +50,26 @@ class Factors:
         self._stored: dict[str, Tensor] = {}
 
     def of(self, change: LowRank) -> tuple[Tensor, Tensor]:
-        """`left` [rows, rank] and `right` [rank, columns], whose product is what is added, but for its scale."""
-        if self._last is None or self._last[0] != change:
-            self._last = (change, *self._made(change))
-        return self._last[1:]
-
-    def magnitude(self, name: str) -> Tensor:
-        return read_tensor(self._adapter, name).float()
-
-    def _made(self, change: LowRank) -> tuple[Tensor, Tensor]:
+        """`left` [rows, rank] and `right` [rank, columns]: the change is `scale * left @ right`."""
+        if self._last is not None and self._last[0] == change:
+            return self._last[1:]
         if self._stored.keys() != {change.a, change.b}:
             self._stored = {name: read_tensor(self._adapter, name).float() for name in (change.a, change.b)}
         a, b = self._stored[change.a], self._stored[change.b]
         number, count = change.expert
         a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[:, :, number]
         left, right = (a.t(), b.t()) if change.transposed else (b, a)
-        return left[change.first :].contiguous(), right.contiguous()
+        self._last = change, left[change.first :].contiguous(), right.contiguous()
+        return self._last[1:]
+
+    def magnitude(self, name: str) -> Tensor:
+        return read_tensor(self._adapter, name).float()
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that is `stored` under a name, decoded if it is one of `encodings`, after `change` if there is one, and
-    rounded to the dtype of `spec`. Rows of it are made when they are read."""
+    """The tensor `name` of `stored`, decoded if `encodings` has it, with `change` added if there is one, and rounded to
+    the dtype of `spec`. Its rows are computed when they are read."""
 
     stored: Chunked
     encodings: Mapping[str, Encoding]

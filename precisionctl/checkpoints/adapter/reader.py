@@ -1,8 +1,9 @@
-"""LoRA, PEFT's (or Bridge's, by PEFT's names) as a Reader: its base model, with what the adapter does to it done.
+"""A LoRA adapter as a Reader: its base model with the adapter merged in. The adapter is PEFT's, or Bridge's under
+PEFT's names.
 
-Names are those of the base. What the adapter changes is a matrix with a low-rank product added, or a whole tensor that
-takes the place of the base's (`modules_to_save`, trained biases). All tensors are values: where the base has codes they
-are read as what they decode to, and how they were coded is known (`export/weight_encodings.py`).
+Tensors have the names of the base. The adapter adds a low-rank product to a matrix, or replaces a whole tensor
+(`modules_to_save`, trained biases). All tensors are values: codes of the base are decoded, and
+`export/weight_encodings.py` still knows how they were encoded.
 """
 
 import re
@@ -32,9 +33,9 @@ from precisionctl.untrusted.safe_files import has_file
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
 _NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
-"""The levels of nesting at the end of a name. What begins inside of them is not tried: names may have thousands."""
+"""The levels of nesting at the end of a name. A match does not begin inside of them: names can have thousands."""
 _EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""The matrices of one expert that transformers joins in a parameter of all of them, one below the other."""
+"""For each parameter of all experts in transformers, the matrices of one expert that it joins, one below the other."""
 _VALUES = (DType.float32, DType.bfloat16, DType.float16)
 _LARGEST_RANK = 4096
 
@@ -214,10 +215,10 @@ class AdapterReader:
         return shape
 
     def _of_experts(self, target: str, levels: Mapping[str, Mapping[str, str]]) -> dict[str, LowRank]:
-        """What is added to parameters of all experts of a layer (`target_parameters`).
+        """The changes to parameters of all experts of a layer (`target_parameters`).
 
-        No name says which parameter a level of nesting is for, nor on which side of it A is; shapes do. Raises
-        MappingError where they do not.
+        An adapter's names do not say which parameter each of its levels of nesting is for, nor whether that is stored
+        as [in, out]. Their shapes do. Raises MappingError if the shapes fit no parameters, or fit in several ways.
         """
         wanted = {name.rpartition(".")[2] for name in self._config.parameters}
         stacks = [stack for name in _EXPERTS if name in wanted and (stack := _stack_of(target, name, self.base.specs))]
@@ -258,8 +259,9 @@ _MERGE = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, a
 
 @dataclass(frozen=True)
 class _Stack:
-    """A parameter of all experts of a layer, as the base stores it: in one tensor, of which each expert is a slice, or
-    in matrices of one expert. `parts` are a tensor's name, its expert's number, and its first row in the parameter."""
+    """A parameter of all experts of a layer, as the base stores it: one tensor of which each expert is a slice
+    (`in_one`), or one or two matrices per expert. `parts` has, for each stored tensor, its name, its expert's number
+    and its first row in the parameter."""
 
     parameter: str
     count: int
@@ -268,7 +270,8 @@ class _Stack:
     in_one: bool
 
     def size(self, transposed: bool) -> tuple[int, int] | None:
-        """Rows of B and columns of A that fit, if one expert is stored as [in, out] (`transposed`), or not."""
+        """The rows of B and the columns of A that fit one expert, if it is stored as [in, out] (`transposed`) or as
+        [out, in]; None if it cannot be stored so."""
         if transposed:
             return self.shape[::-1] if self.in_one else None
         return self.shape
@@ -319,8 +322,8 @@ _EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_e
 
 
 def _check_tied(model: ModelShape, stored: Collection[str], touched: Collection[str]) -> None:
-    """Raise MappingError where an adapter changes one of two tensors that are one in its base: the embedding and the
-    output layer were trained as two, and what is merged has room for one."""
+    """Raise MappingError if an adapter changes only one of two tied tensors, embedding and output layer: the merged
+    model would need both, and the base stores one."""
     if isinstance(model, UntabledModel):
         ends = [name for name in touched if _EMBEDDING.fullmatch(name)]
         apart = len(ends) == 1 and model.config.get("tie_word_embeddings") is not False

@@ -17,8 +17,8 @@ LATEST = ("latest", "latest_universal")
 
 
 def directory_of(path: Path, iteration: int | None = None) -> Path | None:
-    """The directory of a checkpoint's files: a path itself, or the one in it of an iteration, else the one that
-    `latest` names. None where there is none."""
+    """The directory with a checkpoint's files: `path` itself, or in it the directory of `iteration`, or of the
+    iteration that `latest` names. None if there is none."""
     if has_model_states(path) or is_universal(path):
         return path
     names = [f"global_step{iteration}"] if iteration is not None else [_latest(path, name) for name in LATEST]
@@ -27,7 +27,7 @@ def directory_of(path: Path, iteration: int | None = None) -> Path | None:
 
 
 def _latest(path: Path, file: str) -> str | None:
-    """What a file says is the newest; it must be in that folder."""
+    """The name in a file `latest`; None without such a file, or if it names something outside the folder."""
     if not has_file(path / file, path):
         return None
     name = read_file(path / file, path, most=1 << 12).decode(errors="replace").strip()
@@ -35,8 +35,8 @@ def _latest(path: Path, file: str) -> str | None:
 
 
 def recognise(path: Path) -> bool:
-    """Whether `path` has DeepSpeed's files, or directories of steps in it do. Where the weights of Hugging Face's
-    Trainer are beside those, `path` is these weights, and a step has to be named."""
+    """Whether `path` has DeepSpeed's files, or has directories of steps with such files. A folder of Hugging Face's
+    Trainer also has weights: then it is read as those, and a step must be named to read DeepSpeed's."""
     if not path.is_dir() or is_hugging_face(path):
         return False
     return directory_of(path) is not None or any(map(has_model_states, path.glob("global_step*")))
@@ -59,7 +59,7 @@ class DeepSpeedReader(SavedStatesReader):
         universal = is_universal(directory)
         self.container = "deepspeed-universal" if universal else "deepspeed"
         saved = replace((read_universal if universal else read_zero)(directory), left=("loss scaler",))
-        # Of a step's directory config and tokenizer are in the folder of the run
+        # The folder of the run, which has the config and tokenizer if `path` is a step's directory
         super().__init__(path, hints, "a checkpoint of DeepSpeed", directory, saved, directory.absolute().parent)
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say, checked: the model's states of one rank, and what a whole checkpoint holds."""
+"""The contents of DeepSpeed's files, checked: the model states of a rank, and everything in a checkpoint."""
 
 import math
 import re
@@ -30,10 +30,10 @@ def has_model_states(directory: Path) -> bool:
 
 
 def rank_files(directory: Path, *, either: bool = False) -> tuple[list[Path], list[Path]]:
-    """The files of model states and of optimizer states, each in the order of ranks. With `either` there may be model
-    states for ZeRO 1 and 2 beside those for ZeRO 3, of which the first are taken.
+    """The files of model states and of optimizer states, each in the order of ranks. With `either`, files of ZeRO 1 and
+    2 may be beside those of ZeRO 3; then the former are used.
 
-    Raises CheckpointError for a checkpoint cut for tensor, pipeline or expert parallelism, and DamagedCheckpoint where
+    Raises CheckpointError for a checkpoint cut for tensor, pipeline or expert parallelism, and DamagedCheckpoint if
     ranks are missing.
     """
     names = sorted(one.name for one in directory.iterdir())
@@ -67,7 +67,8 @@ def read_states(path: Path) -> Mapping[str, Any]:
 
 
 class ModelStates:
-    """A rank's `*_model_states.pt`: the model, and what the flat tensors of the optimizer's files are made of."""
+    """A rank's `*_model_states.pt`: the model, and the names and shapes of the parameters in the optimizer's flat
+    tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +101,8 @@ class ModelStates:
         return {name: whole_tensor(self.path, self.module[name], name) for name in names}
 
     def with_shared(self, tensors: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
-        """Those tensors, and the same ones under their other names. Raises DamagedCheckpoint for a name of nothing."""
+        """These tensors, and the same ones under the names of parameters that share them. Raises DamagedCheckpoint if a
+        shared tensor is missing."""
         lost = [of for of in self.shared.values() if of not in tensors]
         if lost:
             raise DamagedCheckpoint(f"`{lost[0]}`, which others share, is missing", where=self.path)
@@ -108,7 +110,7 @@ class ModelStates:
 
 
 def dealt_frozen(first: ModelStates, paths: Sequence[Path], where: Path) -> dict[str, FlatTensor]:
-    """The frozen parameters of ZeRO 3, which the ranks' model states at `paths` have pieces of."""
+    """The frozen parameters of ZeRO 3, put together from the pieces in all ranks' model states (`paths`)."""
     ranks = [first, *(ModelStates(path) for path in paths[1:])] if first.frozen else []
     found = {}
     for name, shape in first.frozen.items():
@@ -127,12 +129,15 @@ def dealt_frozen(first: ModelStates, paths: Sequence[Path], where: Path) -> dict
 
 
 _COMPARED = 64
-"""Elements, or one row."""
+"""Elements of each tensor that are compared; at least one row."""
 
 
-def held_against_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
-    """How many masters the model has weights of, and the names of those that do not begin with what these are rounded
-    from. Raises DamagedCheckpoint for weights of another shape."""
+def compare_with_module(masters: Mapping[str, FlatTensor], states: ModelStates) -> tuple[int, list[str]]:
+    """Compare FP32 masters with the weights in `states`. Returns the number of masters that have a weight, and the
+    names of those whose first rows, rounded, are not the weight's.
+
+    Raises DamagedCheckpoint if a weight has another shape than its master.
+    """
     names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
     weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
     flat, differing = FlatTensors(masters), []

@@ -13,8 +13,8 @@ from typing import Any
 from precisionctl.checkpoints.deepspeed.states import (
     WHAT,
     ModelStates,
+    compare_with_module,
     dealt_frozen,
-    held_against_module,
     plain_groups,
     rank_files,
     read_states,
@@ -31,7 +31,7 @@ from precisionctl.untrusted.safe_files import has_file
 ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 FP32 = "fp32"
-"""The file of masters, as those of moments are called like their kinds."""
+"""The name of the file of masters; files of moments are named like their kinds."""
 
 
 def is_universal(directory: Path) -> bool:
@@ -53,7 +53,7 @@ def read_universal(directory: Path) -> SavedStates:
     trained: list[Path] = []
     frozen = dict[str, FlatTensor]()
     for folder in folders:
-        if folder.name in weights:  # whatever no optimizer has is there again in FP32
+        if folder.name in weights:  # parameters that no optimizer has are stored a second time, in FP32
             frozen[folder.name] = _tensor(folder / f"{FP32}.pt", directory, weights[folder.name].spec.shape)
             if has_file(folder / f"{MOMENTS[0]}.pt", directory):
                 what = "a parameter that the model's states say is frozen has moments"
@@ -68,14 +68,15 @@ def read_universal(directory: Path) -> SavedStates:
             (weights if kind == FP32 else moments[kind])[folder.name] = tensor
             files.append(path)
     if states:
-        differing = held_against_module(frozen, states)[1]
-        compared, others = held_against_module({folder.name: weights[folder.name] for folder in trained}, states)
+        differing = compare_with_module(frozen, states)[1]
+        compared, others = compare_with_module({folder.name: weights[folder.name] for folder in trained}, states)
         if differing or len(others) > compared // 2:
             what = f"FP32 masters are not those of the weights, `{(differing or others)[0]}` for one"
             raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
     if missing := [name for name in shapes if name not in weights]:
         raise DamagedCheckpoint(f"`{missing[0]}` is missing", where=directory / ZERO, do="Copy the checkpoint again.")
-    optimizer = _optimizer(directory)
+    settings = directory / ZERO / OPTIMIZER_STATE
+    optimizer = read_states(settings) if has_file(settings, directory) else {}
     first, second = moments.values()
     known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
     extra = dict.fromkeys(one.name for folder in folders for one in folder.iterdir() if one.name not in known)
@@ -92,10 +93,7 @@ def read_universal(directory: Path) -> SavedStates:
         states.global_steps if states else None,
         kept,
         updates if kept else None,
-        [
-            stored_group(group, directory / ZERO / OPTIMIZER_STATE)
-            for group in plain_groups(optimizer.get("param_groups"))
-        ],
+        [stored_group(group, settings) for group in plain_groups(optimizer.get("param_groups"))],
         " and ".join(filter(None, (lost, unread))),
     )
 
@@ -113,13 +111,9 @@ def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatT
     return FlatTensor(TensorSpec(shape, tensor.spec.dtype), tensor.flat)
 
 
-def _optimizer(directory: Path) -> Mapping[str, Any]:
-    path = directory / ZERO / OPTIMIZER_STATE
-    return read_states(path) if has_file(path, directory) else {}
-
-
 def _updates(trained: list[Path], optimizer: Mapping[str, Any], directory: Path) -> int | None:
-    """Adam's count: of all parameters, or of ZeRO 3's groups. None where nothing says it, or they differ in it."""
+    """AdamW's count: that of the parameters, or, from ZeRO 3, of the groups. None if nothing stores it, or if
+    parameters differ in it."""
     files = [folder / "step.pt" for folder in trained if has_file(folder / "step.pt", directory)]
     if counts := {number(skeleton(file), file) for file in files}:
         return counts.pop() if len(counts) == 1 else None

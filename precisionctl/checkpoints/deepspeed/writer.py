@@ -1,6 +1,6 @@
-"""Write DeepSpeed's universal checkpoints, from which it goes on with ZeRO 1, 2 and 3 on any number of ranks.
+"""Write DeepSpeed's universal checkpoints, from which DeepSpeed continues with ZeRO 1, 2 or 3 on any number of ranks.
 
-What the real one takes from where was read in 0.19.8 (runtime/base_optimizer.py, runtime/zero/stage3.py, engine.py).
+Which file DeepSpeed reads for what: version 0.19.8, runtime/base_optimizer.py, runtime/zero/stage3.py, engine.py.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class DeepSpeedWriter:
         step = torch_zip_writer.dump(count)
         for folder in trained:
             (folder / "step.pt").write_bytes(step)
-        # Decay stays what each group of the run has: ZeRO 3 gives all groups the settings of the first, and of ZeRO 1
-        # and 2 each group needs some here, or its parameters are passed over
+        # Without weight decay, which each group keeps from the run that loads this: ZeRO 3 gives all groups the
+        # settings of the first. ZeRO 1 and 2 skip the parameters of a group that has no settings here.
         settings = {key: one for key, one in self._run.settings.items() if key in ("lr", "betas", "eps")}
         group = settings | {"params": []}
         optimizer = {
@@ -95,7 +95,8 @@ class DeepSpeedWriter:
             sidecar.write(self.directory / sidecar.RELATIVE, fp8)
 
     def _model_states(self, trained: Sequence[str]) -> dict[str, Any]:
-        """`lr_scheduler` has what torch's and DeepSpeed's schedulers count; how rates follow from it is the run's."""
+        """The model states. `lr_scheduler` has the counts of torch's and DeepSpeed's schedulers; the schedule itself is
+        the next run's."""
         shapes = {path.parent.name: spec.shape for path, spec in self._stored.items()}
         updates = self._run.updates
         counts = {"last_epoch": updates, "_step_count": updates + 1, "last_batch_iteration": updates - 1}

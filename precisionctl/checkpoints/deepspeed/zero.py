@@ -24,15 +24,15 @@ from precisionctl.checkpoints.deepspeed.states import (
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
+    compare_with_module,
     dealt_frozen,
-    held_against_module,
     is_flat,
     plain_groups,
     rank_files,
     read_states,
     whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatSlice, FlatTensor
 from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.saved_states import SavedStates, first_names
 from precisionctl.checkpoints.torch_zip import LocatedTensor
@@ -138,7 +138,7 @@ class _RankStates:
 
     @property
     def updates(self) -> set[int]:
-        """What Adam has counted, in states or in groups."""
+        """AdamW's counts of updates, from its states or its groups."""
         steps = [one["step"] for one in (*self._states, *self.groups) if one.get("step") is not None]
         return {number(step, self.path) for step in steps}
 
@@ -171,7 +171,7 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
         whole = EndToEnd([(rank.path, rank.flat(kind)[group]) for rank in contents], counts)
         paddings, start = _paddings(contents[0], group, len(shapes)), 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), Within(whole, start))
+            found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), FlatSlice(whole, start))
             start += math.prod(shape) + padding
         # DeepSpeed fills the last rank up to a multiple of twice the number of ranks, and may leave that out
         if not start - (paddings[-1] if paddings else 0) <= whole.count < start + 2 * len(contents):
@@ -211,7 +211,7 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
 def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
     """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
     would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
-    compared, differing = held_against_module(masters, states)
+    compared, differing = compare_with_module(masters, states)
     if len(differing) > compared // 2:
         what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
         raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")

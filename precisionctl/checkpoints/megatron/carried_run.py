@@ -62,7 +62,7 @@ class CarriedRun:
 NO_RUN = CarriedRun()
 
 ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron alone"
-"""Of an optimizer with Muon, for whatever takes none."""
+"""Why an optimizer with Muon cannot be converted to other formats."""
 
 
 class MegatronReader(Reader, Protocol):
@@ -223,7 +223,7 @@ def _for_either(optimizer: dict[str, Any], iteration: int | None) -> dict[str, A
     inner = optimizer.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
-        return optimizer  # of another form: that of a model in FP32
+        return optimizer  # another form, such as that of a model in FP32
     state: dict[Any, Any] = found if isinstance(found := inner.get("state"), dict) else {}
     step: Any = state.get("common_step", next((group["step"] for group in groups if "step" in group), iteration))
     with suppress(TypeError, ValueError, OverflowError):  # PyTorch's is a tensor or a float

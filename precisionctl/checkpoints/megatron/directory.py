@@ -98,7 +98,7 @@ class MegatronDirectory(ABC):
     @property
     @abstractmethod
     def common(self) -> Mapping[str, Any]:
-        """What is the same for all ranks and not a tensor: `args`, `iteration`, the optimizer's settings, ..."""
+        """The data that is no tensor and the same for all ranks: `args`, `iteration`, the optimizer's settings, ..."""
 
     @property
     @abstractmethod

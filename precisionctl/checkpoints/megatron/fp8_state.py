@@ -238,8 +238,8 @@ def _joined(states: list[Fp8State], join: Any) -> Fp8State:
 def as_states(
     decoded: Decoded, common: Mapping[str, Any], iteration: int | None, sidecar_state: Fp8States | None
 ) -> Fp8States | None:
-    """The FP8 state of a checkpoint: that of its payloads, with origin and digest from its common data, else that of
-    its sidecar. None if there is none."""
+    """The FP8 state of a checkpoint: from its payloads, with origin and digest from its common data, else from its
+    sidecar. None if there is none."""
     if not decoded.modules and not decoded.raw:
         return sidecar_state
     recorded = common.get(OURS)  # payloads cannot store these

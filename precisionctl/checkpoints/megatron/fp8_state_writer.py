@@ -85,21 +85,17 @@ def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -
 
 
 def write_sidecar(directory: Path, states: Fp8States | None, *, live: bool) -> None:
-    """Write the state into the sidecar; of one that is `live`, what its payloads cannot store: the roles of a KV cache,
-    and statistics."""
+    """Write the state into the sidecar. Of state that is `live`, write only what payloads cannot store: the roles of a
+    KV cache, and statistics."""
     if states and live:
-        states = _beside_payloads(states)
+        caches = {
+            module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
+            for module, state in states.modules.items()
+        }
+        kept = {module: state for module, state in caches.items() if state.roles}
+        states = replace(states, modules=kept, raw={}) if kept or states.statistics else None
     if states is not None:
         sidecar.write(directory / sidecar.RELATIVE, states)
-
-
-def _beside_payloads(states: Fp8States) -> Fp8States | None:
-    caches = {
-        module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
-        for module, state in states.modules.items()
-    }
-    kept = {module: state for module, state in caches.items() if state.roles}
-    return replace(states, modules=kept, raw={}) if kept or states.statistics else None
 
 
 def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:

@@ -50,7 +50,7 @@ def _is_weights(path: Path) -> bool:
 
 
 class _Nemo(MegatronDirectory):
-    """What all of NeMo's checkpoints have in common."""
+    """The common part of the Readers of NeMo's checkpoints."""
 
     container = "nemo"
     iteration = None
@@ -103,7 +103,7 @@ class NemoSharded(_Nemo, TorchDistReader):
             raise UnknownFormat(f"weights of NeMo in {shown(backend)}", where=path, do="Known: torch_dist, zarr.")
         self._check_text(index.tensors)
         self._optimizer_beside = None
-        self._take(index)
+        self._set_up(index)
 
     def _whole(self, name: str) -> Span:
         """All of a file in `model_weights`."""
@@ -140,14 +140,14 @@ class NemoRanks(_Nemo, LegacyReader):
             raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
         tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
         sizes = (("tensor", tensor), ("pipeline", pipeline))
-        said = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
-        if said != [tensor, pipeline] or len(found) != tensor * pipeline:
-            what = f"{counted(len(found), 'rank')} of tensor {shown(said[0])} x pipeline {shown(said[1])}"
+        configured = [self._config.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
+        if configured != [tensor, pipeline] or len(found) != tensor * pipeline:
+            what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
             raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
         args = argparse.Namespace(**self.args)
         ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
         self._check_text(name for rank in ranks for name in rank.content["model"])
-        self._take(Parallelism(tensor, pipeline), ranks)
+        self._set_up(Parallelism(tensor, pipeline), ranks)
 
     @property
     def files(self) -> Sequence[Path]:

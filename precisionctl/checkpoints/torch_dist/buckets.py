@@ -61,7 +61,7 @@ class _Local:
 
 @dataclass(frozen=True)
 class _At:
-    """Where in a buffer a parameter is: the number of the bucket, and its first element there."""
+    """A parameter's place in a buffer: the number of its bucket, and its first element there."""
 
     local: _Local
     bucket: int
@@ -195,7 +195,7 @@ class _Unpacking:
         )
 
     def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
-        """Those of the names that this optimizer has, one list for each dtype, as each dtype has its own buffer."""
+        """The names that this optimizer has, in one list for each dtype, since each dtype has its own buffer."""
         groups: dict[DType, list[str]] = {}
         for name in names:
             if not self._apart or (expert_of(name) is not None) == (optimizer == 1):

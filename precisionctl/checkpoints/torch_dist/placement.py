@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def around(self) -> tuple[tuple[int, bytes], tuple[int, bytes]]:
-        """What stands before and after the tensor's bytes, with the offset of each."""
+        """The bytes before and after the tensor's, each with its offset."""
         at = self.piece.span.offset
         return (at, self.record.head), (at + len(self.record.head) + self.record.nbytes, self.record.tail)
 
@@ -163,7 +163,7 @@ def _boxes(
 
 
 def _part(spec: TensorSpec, number: int) -> tuple[str, int]:
-    """Of a tensor whose parts are stored apart: what is behind the key of a part, and the number of rows above it."""
+    """If the parts of a tensor are stored apart: the suffix of a part's key, and the number of rows above the part."""
     if not spec.parallel.names:
         return "", 0
     return f".{spec.parallel.names[number]}", sum(spec.parallel.rows_of_parts(spec.rows)[:number])

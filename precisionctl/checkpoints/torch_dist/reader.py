@@ -111,9 +111,9 @@ class TorchDistReader(MegatronDirectory):
             if twice := index.tensors.keys() & of_run.tensors.keys():
                 raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
             index = dcp.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
-        self._take(index)
+        self._set_up(index)
 
-    def _take(self, index: dcp.Index) -> None:
+    def _set_up(self, index: dcp.Index) -> None:
         """Set everything that follows from what is stored. `path`, `container`, `hints` and what `args` needs are set
         before."""
         self._index = index
@@ -160,7 +160,7 @@ class TorchDistReader(MegatronDirectory):
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """What is the same for all ranks and not a tensor: `args`, `iteration`, the optimizer's settings, ..."""
+        """The data that is no tensor and the same for all ranks: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
         if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)

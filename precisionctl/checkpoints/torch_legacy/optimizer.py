@@ -22,7 +22,7 @@ from precisionctl.torch_when_used import is_tensor
 
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
 NO_PARAMETERS = (*NOT_TRAINED, "_extra_state")
-"""Ends of names in a state dict that no optimizer has."""
+"""Ends of names in a state dict that are not parameters, so that no optimizer has them."""
 _DECOUPLED = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 """Suffixes of parameters that `--decoupled-lr` puts into parameter groups of their own."""
 

@@ -79,9 +79,9 @@ class LegacyReader(MegatronDirectory):
     def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
         self.hints = hints
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
-        self._take(*read_ranks(self.path))
+        self._set_up(*read_ranks(self.path))
 
-    def _take(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
+    def _set_up(self, parallelism: Parallelism, ranks: list[Rank]) -> None:
         """Set everything that follows from what the ranks saved. `path` and `hints` are set before."""
         self.parallelism, self._ranks = parallelism, ranks
         self._first = self._ranks[0].content
@@ -195,7 +195,8 @@ class LegacyReader(MegatronDirectory):
 
     def _parallel(self, name: str, shard: LocatedTensor, size: int) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
-            # whole on every rank with Transformer Engine, cut without; whole it has all that the up projection takes
+            # With Transformer Engine it is whole on every rank, and has as many rows as the up projection has inputs.
+            # Without, it is cut by rows.
             up = self._shards.get(name.replace("_down_proj", "_up_proj"))
             taken = up[0][0].tensor.shape[-1:] if up else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
@@ -203,8 +204,9 @@ class LegacyReader(MegatronDirectory):
         if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (
             latent == name or latent not in self._shards
         ):
-            # of one head it is whole on every rank; over all heads it is as long as what a rank's give linear_proj, and
-            # that is one head where there are as many ranks (the size of a head is not that of every layer)
+            # A norm of one head is whole on every rank. A norm over all heads is cut: its shard is as long as a row of
+            # the rank's linear_proj. With as many ranks as heads the two have one length, and it is taken for a norm of
+            # one head. (The size of a head in the arguments does not hold for every layer.)
             query, proj = (
                 self._shards.get(re.sub(r"[qk]_layernorm", module, name)) for module in ("q_layernorm", "linear_proj")
             )
@@ -217,7 +219,7 @@ class LegacyReader(MegatronDirectory):
                 cut = read_mamba(self.args) if ".mixer." in name else read_delta_net(self.args)
             parts = (cut.in_proj_parts if "in_proj" in name else cut.conv_parts) if cut else (1,)
             return replace(ROWS, parts=parts)
-        # Where the first linear of an MLP is gate and up, it has twice the rows that the second has columns
+        # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
         return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])

@@ -153,7 +153,7 @@ class Recorder:
             return
         if isinstance(seen, Tensor):
             amax, parts, here = numerics.amax(seen), [seen], None
-        else:  # for all experts: 0 for those of other ranks, until the next all-reduce
+        else:  # amaxes of all experts: those of other ranks are 0 until the next all-reduce
             amax, parts = torch.zeros(len(seen) * self._world.experts.size, device=self.device), [*seen]
             numbers = self._world.experts.local_experts(len(amax))
             here = slice(numbers.start, numbers.stop)

@@ -1,7 +1,7 @@
 """The GPT's linears, norms and attention on Transformer Engine from 2.9 on; unproved until `tests/gpu` has passed.
 
-`te.py` makes them. Parameters, FP8 state and numerics are those of `emulated.py`. State goes straight into the
-modules' tensors, never through TE's pickles, and TE's `_extra_state` keys stay out of state dicts.
+`te_backend.py` makes them. Parameters, FP8 state and numerics are those of `emulated.py`. State is copied straight into
+the modules' tensors, never through TE's pickles, and TE's `_extra_state` keys stay out of state dicts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -30,7 +30,7 @@ from precisionctl.trainer.data.tokenize import tokenize
 from precisionctl.trainer.stopping import stop_signals
 
 TOKENS_AT_ONCE = 1 << 24
-"""So many are written between two notes of how far the command has come."""
+"""Tokens that are written between two entries in the journal."""
 
 _JOURNAL, _LENGTHS, _LOCK = "journal.json", "lengths", "lock"
 
@@ -40,8 +40,9 @@ _MOST_OF_16_BITS = 65500
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is made of some data so far: the numbers of documents (or conversations) and of tokens, and of those to be
-    learned (None: all). `key` is of data and tokenizer, `code` the type of ids as in ID_TYPES."""
+    """How much of some data is tokenized so far: the numbers of documents (or conversations), of tokens, and of tokens
+    to be learned (None: all). `key` identifies the data and the tokenizer, and `code` is the type of ids, as in
+    ID_TYPES."""
 
     key: str
     code: int
@@ -50,7 +51,7 @@ class Corpus:
     learned: int | None = None
     notes: Sequence[str] = ()
     signal: str = ""
-    """What stopped it; empty if it is complete."""
+    """The signal that stopped it; empty if it is complete."""
     written: bool = False
     """Whether all is written, so that some of it may have its name already."""
 
@@ -101,11 +102,11 @@ def make_corpus(
                 begun = Corpus(key_of(source.identity, tokenizers[0]), code)
                 made = _begin(partial, out, begun)
                 if not made.written:
-                    made = _write(partial, made, _told(source.records(), on_text), tokenizers)
+                    made = _write(partial, made, _counting_text(source.records(), on_text), tokenizers)
                 if not made.signal:
                     _finish(partial, out, made)
             except DataError:
-                if not ((noted := _noted(partial)) and noted.tokens):  # there is nothing to go on from
+                if not ((noted := _noted(partial)) and noted.tokens):  # nothing is there to continue from
                     shutil.rmtree(partial)
                 raise
         return made
@@ -118,35 +119,44 @@ def _check_free(out: Path) -> None:
 
 
 def _noted(partial: Path) -> Corpus | None:
-    """What an earlier command has made, by its journal."""
+    """The journal of an earlier command; None if there is none that can be read."""
     with suppress(OSError, ValueError, TypeError):
         return Corpus(**json.loads((partial / _JOURNAL).read_bytes()))
     return None
 
 
 def _begin(partial: Path, out: Path, begun: Corpus) -> Corpus:
-    """What an earlier command has made of the same data, to which its files are cut; else nothing."""
+    """The Corpus to continue from: what an earlier command made of the same data, with its files cut back to what its
+    journal says; else `begun`, with all files removed."""
     before = _noted(partial)
     if before and before.key == begun.key:
-        if before.written:
-            if all((partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)):
-                return before
-        else:
-            with suppress(OSError):
-                for name, size in _sizes(before).items():
-                    if (partial / name).stat().st_size < size:
-                        raise OSError  # somebody has been here
-                    os.truncate(partial / name, size)
-                return replace(before, signal="")
+        if before.written and all(  # each file has either its final name or the partial one
+            (partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)
+        ):
+            return before
+        if not before.written and _cut_back(partial, before):
+            return replace(before, signal="")
     _check_free(out)
     for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
         (partial / name).unlink(missing_ok=True)
     return begun
 
 
+def _cut_back(partial: Path, made: Corpus) -> bool:
+    """Cut files back to what the journal says of them. Returns False if one is missing or too short for that."""
+    try:
+        for name, size in _sizes(made).items():
+            if (partial / name).stat().st_size < size:
+                return False
+            os.truncate(partial / name, size)
+    except OSError:
+        return False
+    return True
+
+
 def _names(made: Corpus) -> tuple[str, ...]:
-    """The files of the result, in the order in which they get their names: the index last, as without it there is no
-    data set."""
+    """The files of the result in the order in which they are renamed. The index comes last: without it there is no data
+    set."""
     return (BIN, IDX) if made.learned is None else (LEARNED, BIN, IDX)
 
 
@@ -212,7 +222,7 @@ def _finish(partial: Path, out: Path, made: Corpus) -> None:
     shutil.rmtree(partial)
 
 
-def _told(rows: Iterator[Record], on_text: Callable[[int], None]) -> Iterator[Record]:
+def _counting_text(rows: Iterator[Record], on_text: Callable[[int], None]) -> Iterator[Record]:
     for record in rows:
         on_text(sum(len(str(value)) for value in record.row.values()))
         yield record

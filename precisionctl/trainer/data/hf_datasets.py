@@ -16,7 +16,7 @@ from precisionctl.checkpoints.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
 from precisionctl.trainer.data.shapes import KEYS
-from precisionctl.trainer.data.store import remembered
+from precisionctl.trainer.data.store import known_commit
 from precisionctl.untrusted.safe_files import leads_out
 
 HUB = "hf://datasets/"
@@ -65,8 +65,9 @@ class HfDataset:
         return self.place.startswith(HUB)
 
     def pinned(self, cache: Path | None) -> "HfDataset":
-        """The same at a commit, if it is on the Hub. The commit of a branch, a tag or a name without either is asked
-        for once for each folder of tokens, and noted there: so ranks and a run that goes on have the same rows.
+        """The same data set at a fixed commit, if it is on the Hub. The Hub is asked once for the commit of a branch, a
+        tag, or a name without either, and the answer is kept in the folder of tokens, so that all ranks, and a run that
+        continues, have the same rows.
 
         Raises EnvironmentProblem without the library or the Hub, DataError for a data set that is not there.
         """
@@ -74,18 +75,18 @@ class HfDataset:
         if not self.on_hub or (self.revision and _COMMIT.fullmatch(self.revision)):
             return self
         name = f"{self.place}@{self.revision or 'main'}"
-        return replace(self, revision=remembered(cache, name, self._commit))
+        return replace(self, revision=known_commit(cache, name, self._commit))
 
     def _commit(self) -> str:
-        with self._in_our_words():
+        with self._our_errors():
             found = self._builder().hash
-        if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which tokens are used again
+        if not (isinstance(found, str) and _COMMIT.fullmatch(found)):  # it decides which cached tokens are used
             raise EnvironmentProblem("the Hub does not say which commit it is", where=self, do="Is it online?")
         return found
 
     def records(self) -> Iterator[Record]:
         """All rows, in the order that the library has. Raises as `pinned`."""
-        with self._in_our_words():
+        with self._our_errors():
             builder = self._builder()
             self._check(builder)
             rows = builder.as_streaming_dataset(split=self.split)
@@ -94,7 +95,7 @@ class HfDataset:
             each = iter(rows)
         number = 0
         while True:
-            with self._in_our_words():
+            with self._our_errors():
                 row = next(each, None)
             if row is None:
                 return
@@ -122,7 +123,7 @@ class HfDataset:
                 raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
 
     @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
+    def _our_errors(self) -> Iterator[None]:
         try:
             yield
         except PrecisionctlError:

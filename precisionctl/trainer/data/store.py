@@ -100,13 +100,13 @@ def stats_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def remembered(cache: Path | None, name: str, ask: Callable[[], str]) -> str:
-    """The commit of a name, as `ask` said when it was first asked for this folder of tokens: so ranks, and a run that
-    goes on, have the same. Raises DiskProblem, and what `ask` raises."""
+def known_commit(cache: Path | None, name: str, ask: Callable[[], str]) -> str:
+    """The commit of a name on the Hub: what `ask` returned when it was first called for this `cache`, so that all
+    ranks, and a run that continues, use the same one. Raises DiskProblem, and what `ask` raises."""
     if cache is None:
         return ask()
     file = cache / COMMITS
-    with _alone(cache, f"{COMMITS}.lock"):
+    with _exclusive(cache, f"{COMMITS}.lock"):
         try:
             commits = json.loads(file.read_bytes()) if file.exists() else {}
             known = commits.get(name)
@@ -128,7 +128,7 @@ def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) 
     with ExitStack() as stack:
         place = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = place / key
-        with _alone(place, f"{key}.lock"):
+        with _exclusive(place, f"{key}.lock"):
             if not folder.is_dir():
                 _make(folder, build)
         try:
@@ -139,8 +139,9 @@ def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) 
 
 
 @contextmanager
-def _alone(place: Path, name: str) -> Iterator[None]:
-    """What one process does in a folder of tokens while others wait. Raises DiskProblem for what the system raises."""
+def _exclusive(place: Path, name: str) -> Iterator[None]:
+    """A context that one process at a time enters for a folder of tokens. Raises DiskProblem for what the system
+    raises."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         with open_kept(place / name) as lock:

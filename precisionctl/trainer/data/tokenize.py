@@ -71,8 +71,8 @@ def _by_all(
     batches: Iterator[list[TextPiece]],
     make: Callable[[Tokenizer, Sequence[TextPiece]], Made],
 ) -> Iterator[Made]:
-    """What `make` makes of each batch with a tokenizer that is free, in the order of the batches. Threads only wait for
-    the tokenizers' processes."""
+    """Apply `make` to each batch with a tokenizer that is free; yields the results in the order of the batches. Threads
+    only wait for the tokenizers' processes."""
     if len(tokenizers) == 1:
         yield from (make(tokenizers[0], batch) for batch in batches)
         return

@@ -26,8 +26,7 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
             products += sum(each) * delta_rule(model)
         else:
             attention = model.attention_of(model.in_window(layer))
-            # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with
-            # values
+            # Multiply-adds for each pair of a query and an earlier token: queries with keys, scores with values
             per_pair = attention.query_size + attention.projection_size
             products += (chunked if model.in_window(layer) else whole) * per_pair // 2
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products

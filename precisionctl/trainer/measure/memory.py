@@ -124,9 +124,10 @@ and of what the allocator cannot use."""
 
 
 def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:
-    """Bytes that FSDP2 has gathered at a time: the layer that computes and the next one in BF16, the gradients of one
-    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time. If it
-    gathers once in an update, all layers in BF16, and of several passes the sums of their gradients in FP32."""
+    """The bytes that FSDP2 holds in gathered form at a time. In BF16: the layer that computes and the next one. In BF16
+    and FP32: one layer's gradients, while they are reduced. All the time: embedding, output layer and their gradients.
+    If it gathers only once per update: all layers in BF16 and, with several passes, the sums of their gradients in
+    FP32."""
     layers = parameters.layers(parallel)
     layer, outside = max(layers), parameters.outside // parallel.tensor
     reduced = 2 * layer + 4 * max(layer, outside)
@@ -203,7 +204,7 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
     else:
         keys = model.key_size
         made = 2 * model.qkv_size + rotated * (model.query_size + keys)
-        if model.attention_output_gate:  # its sigmoid, what that multiplies, and the product
+        if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
@@ -222,8 +223,8 @@ def _delta_net(gdn: GatedDeltaNet, kept: _Kept) -> float:
     """Bytes that a gated delta net saves for the backward for each token, in rows of several chunks."""
     heads, keys = gdn.num_value_heads, gdn.num_value_heads * gdn.key_head_dim  # for each value head
     made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
-    # all FP32: products of the tokens of a chunk with one another, of keys, queries and what is read by them, of values
-    # and steps, and the state of each chunk
+    # All FP32: products of the tokens of a chunk with each other, keys, queries and what they read, values and steps,
+    # and the state of each chunk
     rule = (
         6 * 4 * delta_rule.CHUNK * heads
         + 9 * 4 * keys
@@ -242,12 +243,12 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_hidden_size
     router = 4 * hidden + 16 * moe.num_experts
-    if moe.own_norms:  # of the router two FP32 values more, and of the experts, on all tokens; then those after both
+    if moe.own_norms:  # on all tokens the router's (two FP32 values) and the experts'; then those behind experts
         router += (4 + 4 + kept.norm) * hidden
         router += (1 + model.shared_experts) * kept.norm * hidden // kept.tokens
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     if moe.shared_expert_gate:
-        shared += 2 * hidden  # what the gate is multiplied by
+        shared += 2 * hidden  # the gate's other factor
     routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
     return router + shared + routed
 

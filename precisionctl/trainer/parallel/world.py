@@ -31,8 +31,8 @@ from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, Exp
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_SPEAKING = 2.0
-"""Seconds that the rank which reports an error has for it: torchrun stops all ranks as soon as one has ended."""
+_TIME_TO_REPORT = 2.0
+"""Seconds that other ranks wait while one reports its error: torchrun stops all ranks as soon as one has ended."""
 
 
 class World:
@@ -154,11 +154,11 @@ class World:
         self._barriers += 1
         name = f"met {self._barriers}"
         if self.first:
-            self._ranks.hear_all(name)
-            self._ranks.tell(name)
+            self._ranks.receive_all(name)
+            self._ranks.publish(name)
         else:
-            self._ranks.tell(f"{name}.{self.rank}")
-            self._ranks.hear(name)
+            self._ranks.publish(f"{name}.{self.rank}")
+            self._ranks.receive(name)
 
 
 ALONE = World()
@@ -171,8 +171,8 @@ def local(values: Tensor) -> Tensor:
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """The ranks that torchrun or Slurm describe. If one fails all end; one rank raises the reason, the others raise
-    SystemExit."""
+    """The ranks that torchrun or Slurm describe. If one fails, all end: the first to fail raises its error, the others
+    raise SystemExit."""
     ranks = from_environment()
     try:
         with ranks.together():
@@ -180,16 +180,16 @@ def together() -> Iterator[Ranks]:
     except Exception as error:
         if ranks.store is None:
             raise
-        speaks = True
+        first_to_fail = True
         with suppress(Exception):  # the store may be gone, and then nobody can be asked
-            speaks = ranks.store.add("speaks", 1) == 1
-        if not speaks:
-            time.sleep(_SPEAKING)
+            first_to_fail = ranks.store.add("failed ranks", 1) == 1
+        if not first_to_fail:
+            time.sleep(_TIME_TO_REPORT)
             raise SystemExit(1) from None
-        if ranks.first:  # the store dies with this process: wait until all have asked who speaks, unless one is dead
-            until = time.monotonic() + _SPEAKING / 2  # before the others leave
+        if ranks.first:  # the store dies with this process: wait until all have asked it, unless one is dead
+            until = time.monotonic() + _TIME_TO_REPORT / 2  # before the others leave
             with suppress(Exception):
-                while ranks.store.add("speaks", 0) < ranks.count and time.monotonic() < until:
+                while ranks.store.add("failed ranks", 0) < ranks.count and time.monotonic() < until:
                     time.sleep(0.02)
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise EnvironmentProblem(

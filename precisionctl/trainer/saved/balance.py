@@ -17,18 +17,18 @@ from precisionctl.trainer.saved.run_folder import saved_of
 
 
 def balance_of(source: Reader, router: RouterSettings) -> Balance:
-    """What keeps the loads of experts even: what the recipe says, and the rest as the checkpoint has it: the run of
-    ours that wrote it, else Megatron's arguments if they speak of it, else config.json (whatever its
-    `output_router_logits`, which is about what a forward returns).
+    """What keeps the loads of experts even in a run. What the recipe does not set is as in the checkpoint: in the
+    `run.json` of a run of ours, else in Megatron's arguments if they mention it, else in config.json.
+    (`output_router_logits` there plays no role: it is about what a forward returns.)
 
-    Raises RecipeError for what the model has not, and DamagedCheckpoint for values that make no sense.
+    Raises RecipeError for a setting that the model has no use for, and DamagedCheckpoint for values that make no sense.
     """
-    said = {key: value for key, value in vars(router).items() if value != "checkpoint"}
+    chosen = {key: value for key, value in vars(router).items() if value != "checkpoint"}
     if source.model.moe is None:
-        if on := [key for key, value in said.items() if value]:
+        if on := [key for key, value in chosen.items() if value]:
             raise RecipeError(f"router.{on[0]} balances experts, and the model has none", do="Leave it out.")
         return NO_BALANCE
-    if said.get("bias_update_rate") and not source.model.expert_bias:
+    if chosen.get("bias_update_rate") and not source.model.expert_bias:
         raise RecipeError("router.bias_update_rate moves an expert_bias, and the model has none", do="Leave it out.")
     saved = saved_of(source)
     if saved and saved.balance is not None:
@@ -36,11 +36,11 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
     elif of_megatron(source) and "moe_aux_loss_coeff" in source.args:
         with damage("its arguments balance experts as Megatron does not", source.path):
             found = _of_megatron(source.args)
-        theirs = _checked(found, said, source.path)
+        theirs = _checked(found, chosen, source.path)
     else:
-        theirs = _checked(_of_config(source), said, (source.path or Path()) / "config.json")
+        theirs = _checked(_of_config(source), chosen, (source.path or Path()) / "config.json")
     try:
-        return replace(theirs, **said)
+        return replace(theirs, **chosen)
     except ValueError as error:
         raise RecipeError(f"router.{error}") from None
 
@@ -49,10 +49,10 @@ _Named = Mapping[str, tuple[str, Any]]
 """Coefficients by Balance's names, each with its key in the checkpoint."""
 
 
-def _checked(found: _Named, said: Collection[str], where: Path | None) -> Balance:
-    """The checkpoint's coefficients, without those that the recipe sets (`said`). Raises DamagedCheckpoint for what is
-    no coefficient."""
-    kept = {name: one for name, one in found.items() if name not in said}
+def _checked(found: _Named, chosen: Collection[str], where: Path | None) -> Balance:
+    """The checkpoint's coefficients, without those that the recipe sets (`chosen`). Raises DamagedCheckpoint for a
+    value that is no coefficient."""
+    kept = {name: one for name, one in found.items() if name not in chosen}
     for name, (key, value) in kept.items():
         try:
             Balance(**{name: value})

@@ -42,7 +42,7 @@ from precisionctl.trainer.saved.run_folder import saved_of
 Load = Literal["full", "weights"]
 StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
-"""What `--load weights` skips. FP8 state is not among it, as it belongs to the weights."""
+"""The parts that `--load weights` skips. FP8 state is not one of them, as it belongs to the weights."""
 
 COLLECTED = "collected in BF16 training"
 """The `producer` of state that a BF16 run recorded."""
@@ -63,11 +63,11 @@ def what_to_load(source: Reader, load: Load | None, skip: Collection[StatePart])
 
 
 def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Sequence[str]) -> MegatronSchedule | None:
-    """The checkpoint's schedule of learning rates, if the run continues it: Megatron's, or that of a run of ours which
+    """The checkpoint's schedule of learning rates, if the run continues it: that of Megatron, or of a run of ours that
     continued Megatron's.
 
-    None means the recipe's schedule: if it is skipped, if the command line sets learning rates, and for a run of ours
-    that had its recipe's. Raises DamagedCheckpoint for a schedule that makes no sense.
+    None means the recipe's schedule. It is used if the schedule is skipped, if the command line sets learning rates,
+    and after a run of ours that used its own recipe's. Raises DamagedCheckpoint for a schedule that makes no sense.
     """
     if "schedule" in skipped or sets_rates(overrides) or not of_megatron(source):
         return None
@@ -188,7 +188,8 @@ def optimizer_specs(source: MegatronReader | TrainedReader) -> Mapping[str, Tens
 
 @contextmanager
 def _how_to_continue() -> Iterator[None]:
-    """Replace the advice of an error about an optimizer, which is for conversions, by advice for a run."""
+    """A context that replaces the advice in errors about an optimizer: it is meant for conversions, and a run needs
+    other advice."""
     try:
         yield
     except UnsafePickle:

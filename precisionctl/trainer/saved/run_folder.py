@@ -178,8 +178,8 @@ def saved_of(source: Reader) -> Saved | None:
 
 
 def settings_of(out: Path) -> Mapping[str, Any]:
-    """What the run in a folder was started with, by name, as its newest iteration has it; empty where there is none.
-    Raises DamagedCheckpoint as `read_saved`."""
+    """The settings that the run in a folder was started with, by name, from its newest iteration; empty if there is
+    none. Raises DamagedCheckpoint as `read_saved`."""
     steps = _iterations(out, "")
     saved = read_saved(steps[max(steps)]) if steps else None
     return {} if saved is None else saved.identity
@@ -208,7 +208,7 @@ def _is_guard_state(guard: object) -> bool:
 
 
 def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of what two runs were not started with alike."""
+    """The names of the settings in which two runs differ."""
     found, wanted = (json.loads(to_json(each)) for each in (one, other))
     return sorted(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
 

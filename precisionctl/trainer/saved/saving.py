@@ -154,8 +154,9 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Iteration:
-    """A checkpoint to be written, of the run as it was when the save began. It has three kinds of FP8 state: what its
-    modules compute with (`fp8`), what a BF16 run has `collected`, and what is only `carried` along."""
+    """A checkpoint to be written, of the run as it was when the save began. It has three kinds of FP8 state: the state
+    that its modules compute with (`fp8`), the state that a BF16 run has `collected`, and state that is only `carried`
+    along."""
 
     step: int
     plan: Plan
