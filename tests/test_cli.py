@@ -54,9 +54,10 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
 
 def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
     """In one process one after the other: descriptions of both layouts, plans, copies between Hugging Face directories,
-    Megatron's and PyTorch's, and two compared."""
+    Megatron's and PyTorch's, two compared, what other frameworks are started with, and loss curves."""
     hf, megatron = (str(tmp_path / name) for name in ("hf", "megatron"))
-    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    first, second = (write_run(tmp_path / name, [2.0]) for name in ("first", "second"))
     commands = [
         ["convert", hf, megatron, "--to", "megatron", "--verify"],
         ["inspect", hf],
@@ -72,6 +73,10 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["convert", f"{hf}-4", f"{hf}-5", "--to", "hf", "--container", "bin"],
         ["verify", hf, megatron],
         ["verify", f"{hf}-1", f"{hf}-2"],
+        *(["launch-args", megatron, "--framework", name] for name in ("megatron-lm", "megatron-bridge")),
+        *(["launch-args", hf, "--framework", name] for name in ("nemo", "accelerate")),
+        ["launch-args", f"{hf}-3", "--framework", "megatron-lm", "--json"],
+        ["compare", str(first), str(second), "--last", "1"],
     ]
     code = (
         "import sys\n"

@@ -14,7 +14,7 @@ from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.model.router_losses import Balance
+from precisionctl.trainer.model.balance import Balance
 from precisionctl.trainer.saved.balance import balance_args
 
 

@@ -1,21 +1,28 @@
 """The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each of the guard's
-comparisons with BF16. Trackers get the same."""
+comparisons with BF16. Trackers get the same.
+
+Reading them takes no PyTorch: `compare` does without.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.sizes import size
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
-from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.tracking import trackers
-from precisionctl.trainer.shadow import Shadow
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.measure.meter import StepCost
+    from precisionctl.trainer.shadow import Shadow
 
 _MAX_BYTES = 1_000_000_000
 FILE = "metrics.jsonl"
