@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -372,6 +373,38 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
     different = run("verify", source, tmp_path / "other", "--json")
     assert different.exit_code == 1
     assert json.loads(different.stdout)["equal"] is False
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
+    """Llama 3's rotary scaling is nothing that Megatron-LM's flags say: `launch-args` would refuse it."""
+    plain, scaled = tmp_path / "plain model", tmp_path / "llama-3"
+    pico.save(plain, "llama-2", dtype=torch.bfloat16)
+    pico.save(scaled, "llama-3", dtype=torch.bfloat16)
+    begun = {
+        "To continue in Megatron-LM: precisionctl launch-args ": [(plain, "megatron")],
+        "To compare both: precisionctl verify ": [(scaled, "megatron"), (plain, "dcp"), (plain, "torchtitan")],
+        "To see what it holds: precisionctl inspect ": [
+            *((scaled, "megatron", *more) for more in (["--precision", "fp32"], ["--verify"])),
+        ],
+    }
+    for start, conversions in begun.items():
+        for number, (source, to, *options) in enumerate(conversions):
+            out = tmp_path / f"{start.split()[-1]} {number}"
+            made = run("convert", source, out, "--to", to, *options)
+            first, *_, last = made.stdout.splitlines()
+            assert first.startswith(f"Wrote {out}, ") and last.startswith(start), made.output
+            assert run(*shlex.split(last.partition("precisionctl ")[2])).exit_code == 0, last
+    again = run("convert", out, tmp_path / "back", "--to", "dcp", "--reference", scaled)
+    assert shlex.split(again.stdout.splitlines()[-1])[-2:] == ["--reference", str(scaled)]
+    assert run(*shlex.split(again.stdout.splitlines()[-1])[4:]).exit_code == 0
+
+
+def test_a_next_command_is_told_neither_with_quiet_nor_with_json(tmp_path):
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    assert run("convert", tmp_path / "hf", tmp_path / "quiet", "--to", "megatron", "--quiet").output == ""
+    told = run("convert", tmp_path / "hf", tmp_path / "json", "--to", "megatron", "--json").stdout
+    assert json.loads(told) and "launch-args" not in told
 
 
 def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
