@@ -1,5 +1,7 @@
 """Which FP8 recipes this machine runs, and which of a checkpoint's FP8 payloads Transformer Engine will load."""
 
+from __future__ import annotations
+
 import os
 import platform
 from collections import Counter
@@ -7,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
-from precisionctl.trainer.backends.choose import choose_backend, numbers
+from precisionctl.torch_when_used import torch
+from precisionctl.trainer.backends.te_version import numbers
 from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
@@ -81,6 +82,9 @@ class Payloads:
 
 def examine() -> Machine:
     """Examine this machine, without computing anything on its devices."""
+    # Imported here, as it imports the trainer, which `examine_payloads` and with it `launch-args` do without
+    from precisionctl.trainer.backends.choose import choose_backend
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {f"{i}: {torch.cuda.get_device_name(i)}": torch.cuda.get_device_capability(i) for i in range(count)}
     try:

@@ -37,6 +37,9 @@ from pathlib import Path
 DROP_OPTIMIZER = "--drop-optimizer leaves the optimizer behind."
 """What to do about an optimizer that cannot be told, or has no place in the result."""
 
+BROKEN_WEIGHTS = "The checkpoint is broken there, in BF16 too: copy it again, or take an earlier one."
+"""What to do about weights that are NaN or infinite."""
+
 _LONGEST = 2000
 """Letters of what an error says: names in a file can be megabytes."""
 

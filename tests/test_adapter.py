@@ -310,7 +310,7 @@ class _Executes:
 
 def test_an_adapter_alone_is_told_to_need_its_base(tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
-    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*Give --reference BASE.*merge the two"):
+    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*Give `convert`.*--reference BASE.*merge the two"):
         open_checkpoint(made)
 
 

@@ -9,8 +9,12 @@ import pico
 import pytest
 import torch
 from command_line import run
+from safetensors.torch import save_file
 from scoring import save
+from trained_models import save as save_dcp
 
+from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.cli import main
 
 
@@ -56,6 +60,27 @@ def test_advice_is_for_the_command_that_was_called(tmp_path: Path, monkeypatch: 
     failed = run(*line)
     assert failed.exit_code in (1, 2) and words in failed.stderr
     assert misplaced(failed.stderr.partition("). ")[2] or failed.stderr.rpartition(": ")[2], line[0]) == []
+
+
+@pytest.mark.parametrize("do", [WITH_REFERENCE, *(each.do for each in (*UNREAD, *TENSORS))])
+def test_advice_for_any_command_that_opens_a_checkpoint_names_one_that_has_a_reference(do: str) -> None:
+    assert "--reference" not in misplaced(do, "inspect")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("command", [("inspect",), ("doctor",), ("launch-args", "--framework", "megatron-lm")])
+def test_a_command_without_a_reference_is_not_told_to_take_one(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """For an adapter without its base, and trainers' weights without a config."""
+    lora = {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 4)}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_dcp(tmp_path / "dcp", pico.make("llama-2").state_dict())
+    for path, words in (("adapter", "without the model that it changes"), ("dcp", "not said: ")):
+        told = run(*command, tmp_path / path)
+        if command == ("inspect",):
+            assert words in told.output and "--reference" in told.output
+        assert "--reference" not in misplaced(" ".join(told.output.split()), command[0])
 
 
 def test_an_unknown_family_is_told_what_helps_and_not_all_that_is_known(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from precisionctl import doctor
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backends import choose
+from precisionctl.trainer.backends import choose, te_version
 from precisionctl.trainer.backends.choose import choose_backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -54,13 +54,13 @@ def test_a_transformer_engine_that_is_too_old_is_named_and_the_emulation_goes_on
     [("2.8.0", False), ("2.9.0", True), ("2.9.0+70f53666", True), ("2.20.2", True), ("1.13.0", False), ("3.0", True)],
 )
 def test_versions_are_compared_by_their_numbers(installed: str, enough: bool) -> None:
-    assert (choose.numbers(installed) >= choose.TE_FLOOR) == enough
+    assert (te_version.numbers(installed) >= te_version.TE_FLOOR) == enough
 
 
 def test_pyproject_asks_for_the_same_transformer_engine() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     asked = project["optional-dependencies"]["te"]
-    assert asked[-1] == f"transformer_engine[pytorch]>={'.'.join(map(str, choose.TE_FLOOR))}"
+    assert asked[-1] == f"transformer_engine[pytorch]>={'.'.join(map(str, te_version.TE_FLOOR))}"
 
 
 def test_a_recipe_that_the_gpu_cannot_run_is_refused_and_not_emulated_in_silence(

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,9 +55,10 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
 
 def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
     """In one process one after the other: descriptions of both layouts, plans, copies between Hugging Face directories,
-    Megatron's and PyTorch's, and two compared."""
+    Megatron's and PyTorch's, two compared, what other frameworks are started with, and loss curves."""
     hf, megatron = (str(tmp_path / name) for name in ("hf", "megatron"))
-    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    first, second = (write_run(tmp_path / name, [2.0]) for name in ("first", "second"))
     commands = [
         ["convert", hf, megatron, "--to", "megatron", "--verify"],
         ["inspect", hf],
@@ -72,6 +74,10 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         ["convert", f"{hf}-4", f"{hf}-5", "--to", "hf", "--container", "bin"],
         ["verify", hf, megatron],
         ["verify", f"{hf}-1", f"{hf}-2"],
+        *(["launch-args", megatron, "--framework", name] for name in ("megatron-lm", "megatron-bridge")),
+        *(["launch-args", hf, "--framework", name] for name in ("nemo", "accelerate")),
+        ["launch-args", f"{hf}-3", "--framework", "megatron-lm", "--json"],
+        ["compare", str(first), str(second), "--last", "1"],
     ]
     code = (
         "import sys\n"
@@ -392,6 +398,38 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
     assert json.loads(different.stdout)["equal"] is False
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
+    """Llama 3's rotary scaling is nothing that Megatron-LM's flags say: `launch-args` would refuse it."""
+    plain, scaled = tmp_path / "plain model", tmp_path / "llama-3"
+    pico.save(plain, "llama-2", dtype=torch.bfloat16)
+    pico.save(scaled, "llama-3", dtype=torch.bfloat16)
+    begun = {
+        "To continue in Megatron-LM: precisionctl launch-args ": [(plain, "megatron")],
+        "To compare both: precisionctl verify ": [(scaled, "megatron"), (plain, "dcp"), (plain, "torchtitan")],
+        "To see what it holds: precisionctl inspect ": [
+            *((scaled, "megatron", *more) for more in (["--precision", "fp32"], ["--verify"])),
+        ],
+    }
+    for start, conversions in begun.items():
+        for number, (source, to, *options) in enumerate(conversions):
+            out = tmp_path / f"{start.split()[-1]} {number}"
+            made = run("convert", source, out, "--to", to, *options)
+            first, *_, last = made.stdout.splitlines()
+            assert first.startswith(f"Wrote {out}, ") and last.startswith(start), made.output
+            assert run(*shlex.split(last.partition("precisionctl ")[2])).exit_code == 0, last
+    again = run("convert", out, tmp_path / "back", "--to", "dcp", "--reference", scaled)
+    assert shlex.split(again.stdout.splitlines()[-1])[-2:] == ["--reference", str(scaled)]
+    assert run(*shlex.split(again.stdout.splitlines()[-1])[4:]).exit_code == 0
+
+
+def test_a_next_command_is_told_neither_with_quiet_nor_with_json(tmp_path):
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    assert run("convert", tmp_path / "hf", tmp_path / "quiet", "--to", "megatron", "--quiet").output == ""
+    told = run("convert", tmp_path / "hf", tmp_path / "json", "--to", "megatron", "--json").stdout
+    assert json.loads(told) and "launch-args" not in told
+
+
 def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
     pico.save(tmp_path / "hf")
 
@@ -431,7 +469,11 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
     for command in (["convert", "--to", "megatron"], ["export-inference", "--target", "vllm"]):
         shown = run(*command, tmp_path / "hf", tmp_path / "new" / "out", "--dry-run")
         assert shown.exit_code == 1
-        assert re.search(r"DiskProblem.*[\d,]{6,} bytes to write, 1,000 bytes free", shown.stderr, re.DOTALL)
+        assert re.search(
+            r"DiskProblem.*\d\d\d\.\d kB to write, and 1\.0 kB are free.*Make room for \d\d\d\.\d kB more",
+            shown.stderr,
+            re.DOTALL,
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -441,7 +483,7 @@ def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_pa
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
         refused = run(*convert)
-        assert refused.exit_code == 1 and "1,000 bytes free" in refused.stderr
+        assert refused.exit_code == 1 and "1.0 kB are free" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
     def interrupted(*_, **__):
@@ -456,7 +498,7 @@ def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_pa
         shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=-(10**6))
     )  # less what is there counts
     for more in ((), ("--restart",)):
-        assert "bytes free" in run(*convert, *more).stderr
+        assert "to write, and" in run(*convert, *more).stderr
         assert contents(tmp_path / "new") == left
 
 

@@ -13,6 +13,7 @@ from training import contents, make_place, make_source, run, settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DiskProblem, PrecisionctlError, RecipeError
 from precisionctl.reports import run as report
+from precisionctl.sizes import size
 from precisionctl.trainer import run_plan
 from precisionctl.trainer.measure.preflight import checkpoint_bytes
 from precisionctl.trainer.run_plan import dry_run
@@ -119,7 +120,9 @@ def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_data_is_rea
 ) -> None:
     each = dry_run(asked(place, {})).disk.each
     with_free(monkeypatch, each - 1)
-    with pytest.raises(DiskProblem, match=f"takes {each:,} bytes, and {each - 1:,} are free"):
+    with pytest.raises(
+        DiskProblem, match=rf"takes {size(each)}, and {size(each - 1)} are free.*Make room for 1 B more"
+    ):
         run(asked(place, {"out": tmp_path / "run", "data": "source/model.safetensors"}))  # which is no text
     dry = dry_run(asked(place, {"out": tmp_path / "run"}))
     assert "It does not fit. Make room, or choose another --out." in report.dry_run(dry)

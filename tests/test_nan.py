@@ -10,6 +10,7 @@ import torch
 from command_line import say
 from safetensors.torch import load_file, save_file
 
+from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8 import numerics
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -43,6 +44,20 @@ def test_a_nan_weight_is_told_by_name(tmp_path: Path, name: str) -> None:
         "hf": (DOWN, GATE),
     }["megatron" if "megatron" in options else "hf"]
     assert f"the source has NaN in 2 of its tensors, and so has the result ({', '.join(sorted((down, gate)))})" in said
+    assert f"what is computed with them is NaN. {BROKEN_WEIGHTS}" in said
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_readiness_names_the_broken_tensors_and_advises_no_precision(tmp_path: Path, value: float) -> None:
+    """`GATE` is fused with another in Megatron, which is sound."""
+    source = make_source(tmp_path / "source", value, dtype=torch.bfloat16)
+    said = say("inspect", source, "--fp8", "--workers", 1, "--html", tmp_path / "page.html")
+    assert (
+        f"WARNING: {GATE}, {DOWN} have NaN or infinity. {BROKEN_WEIGHTS}" in said
+        and BROKEN_WEIGHTS in (tmp_path / "page.html").read_text()
+    )
+    assert said.count("not ready: NaN or infinity in 2 modules, which no precision mends") == 4
+    assert "keep_bf16" not in said and "keep in BF16" not in said and "repair decoder.layers" in said
 
 
 def test_what_is_decoded_is_looked_at_and_what_is_copied_is_not(tmp_path: Path) -> None:
@@ -84,6 +99,10 @@ def test_a_nan_anywhere_is_seen_and_amax_passes_it_over(dtype: torch.dtype) -> N
 
 def test_inspect_finds_what_a_copy_did_not_look_at(tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", torch.nan, dtype=torch.bfloat16)
-    verdicts = json.loads(say("inspect", source, "--fp8", "--json"))["readiness"]["verdicts"]
+    found = json.loads(say("inspect", source, "--fp8", "--json"))["readiness"]
     named = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
-    assert all(verdict["keep_bf16"] == named for verdict in verdicts.values())
+    assert all(
+        (verdict["modules_to_repair"], verdict["keep_bf16"]) == (2, []) for verdict in found["verdicts"].values()
+    )
+    findings = {name: roles["weight"]["findings"] for name, roles in found["modules"].items()}
+    assert [name for name, each in findings.items() if [one["kind"] for one in each] == ["not finite"]] == named

@@ -303,7 +303,10 @@ def test_dead_and_not_finite_are_told_apart():
         MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: dead, MODULES[1]: sick})
     )
     assert kinds(readiness, "watch") == {(MODULES[0], "input", "dead")}
-    assert kinds(readiness, "bf16") == {(MODULES[1], "input", "not finite")}
+    assert kinds(readiness, "repair") == {(MODULES[1], "input", "not finite")} and not kinds(readiness, "bf16")
+    for verdict in readiness.verdicts.values():
+        assert not verdict.ready and (verdict.broken, verdict.keep_bf16) == (1, ())
+        assert verdict.words == "not ready: NaN or infinity in 1 module, which no precision mends"
 
 
 @pytest.mark.parametrize("role", ["weight", "input"])

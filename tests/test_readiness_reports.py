@@ -49,6 +49,7 @@ def test_json_has_every_role_of_every_module_and_keeps_its_form():
     assert found["verdicts"]["current"] == {
         "ready": False,
         "words": "not known yet; so far with 1 of 6 modules in BF16",
+        "modules_to_repair": 0,
         "keep_bf16": [MODULES[0]],
         "modules_kept": 1,
         "modules": 6,

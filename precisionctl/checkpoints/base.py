@@ -170,6 +170,13 @@ class Reader(Protocol):
         ...
 
 
+WITH_REFERENCE = (
+    "Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with --reference: its "
+    "config.json and tokenizer are enough."
+)
+"""What to do about a checkpoint that does not say its model. It names the commands, as others have no such option."""
+
+
 @dataclass(frozen=True)
 class Hints:
     """What the user says about a checkpoint that it does not say itself.

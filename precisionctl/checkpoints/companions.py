@@ -86,7 +86,7 @@ _CLASS = re.compile(r"[A-Za-z_][\w-]*\.\w+")
 """`modeling_kimi.KimiForCausalLM`: a class in a file of the directory."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.MULTILINE)
 _MOST_CODE = 64
-_MAX_CODE_BYTES = 4 << 20
+_MAX_CODE_BYTES = 4_000_000
 """Of each file."""
 
 

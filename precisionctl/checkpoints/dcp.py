@@ -22,7 +22,7 @@ from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 
 FILE = ".metadata"
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,8 @@ TENSORS = (
     Foreign(
         "an adapter of Megatron-Bridge in another container than `torch_dist`",
         "a tensor such as `….linear_qkv.adapter.linear_in.weight`",
-        "In the run, save it as PEFT's: `AutoBridge.save_hf_adapter(model, ADAPTER, peft_config=peft)`; give ADAPTER, "
-        "with `--reference BASE`.",
+        "In the run, save it as PEFT's: `AutoBridge.save_hf_adapter(model, ADAPTER, peft_config=peft)`; then "
+        "`precisionctl convert ADAPTER OUT --to hf --reference BASE`.",
         lambda reader: _first(reader.specs, lambda name: ".adapter.linear_" in name),
     ),
     Foreign(

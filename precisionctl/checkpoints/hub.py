@@ -21,6 +21,7 @@ from precisionctl.errors import (
     UnknownFormat,
     nearest_path,
 )
+from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import LARGEST, LENGTHS
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
@@ -201,7 +202,7 @@ class HubName:
                     for name, header in zip(together, headers, strict=True):
                         left -= len(header)
                         if left < 0:
-                            what = f"headers of more than {LARGEST >> 20} MB, as no model has"
+                            what = f"headers of more than {size(LARGEST)}, as no model has"
                             raise DamagedCheckpoint(what, where=self)
                         (made / name).write_bytes(header)
             (made / LENGTHS).write_text(json.dumps(lengths))

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 from precisionctl.checkpoints import dtensors, te_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
@@ -40,9 +41,9 @@ class Span:
         return f"{self.path} at byte {self.offset}"
 
     def read(self) -> bytes:
-        """The bytes. Raises DamagedCheckpoint for more than 1 GiB, as nothing larger is read at once."""
+        """The bytes. Raises DamagedCheckpoint for more than 1 GB, as nothing larger is read at once."""
         if self.length > _MAX_OBJECT:
-            raise DamagedCheckpoint(f"an object of {self.length} bytes", where=self, do="Is the copy whole?")
+            raise DamagedCheckpoint(f"an object of {size(self.length)}", where=self, do="Is the copy whole?")
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             return file.read(self.length)
@@ -98,10 +99,10 @@ def located(span: Span) -> Any:
 
 
 def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
-    """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MiB."""
+    """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MB."""
     length = tensor.nbytes
     if length > _MAX_READ:
-        raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
+        raise DamagedCheckpoint(f"a tensor of {size(length)} where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
     return elements(data, tensor.dtype.torch).reshape(tensor.shape)
 
@@ -258,9 +259,9 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name,
 _MOST_TIMES = 32
 """How many times its own size the tensors of a file may have together. Tied embeddings are there twice, blocks that all
 layers share once for each layer."""
-_MAX_OBJECT = 1 << 30
+_MAX_OBJECT = 1_000_000_000
 """Most bytes of an object that is read at once."""
-_MAX_READ = 64 << 20
+_MAX_READ = 64_000_000
 """Most bytes of an archive's directory, of its pickle, and of a small tensor: several times what 10^5 tensors take."""
 
 
@@ -285,11 +286,11 @@ class _Window(io.RawIOBase):
             raise ValueError("it points before its own start")
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, count: int = -1) -> bytes:
         left = max(0, self._length - self._at)
-        if min(left, left if size < 0 else size) > _MAX_READ:  # a sparse file can be large for free
-            raise ValueError(f"a directory or pickle of more than {_MAX_READ} bytes")
+        if min(left, left if count < 0 else count) > _MAX_READ:  # a sparse file can be large for free
+            raise ValueError(f"a directory or pickle of more than {size(_MAX_READ)}")
         self._file.seek(self._offset + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(left if count < 0 else min(count, left))
         self._at += len(data)
         return data

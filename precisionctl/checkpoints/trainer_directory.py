@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from precisionctl.architectures.families import read_model
-from precisionctl.checkpoints.base import Companions, Hints, Reader
+from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
@@ -50,8 +50,7 @@ class TrainerDirectory:
             raise CheckpointError(
                 f"{self._what} does not say which model it is",
                 where=self.path,
-                do="Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with "
-                "--reference: its config.json and tokenizer are enough. Or copy these beside the checkpoint.",
+                do=f"{WITH_REFERENCE} Or copy these beside the checkpoint.",
             )
         path = self.path / "config.json"
         return read_model(parse_json(self.companions.files["config.json"], path), path, self.specs)

@@ -195,7 +195,6 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 def do(request: "Request", how: Writing) -> None:
     """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
     from precisionctl import console
-    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
     from precisionctl.conversion.estimate import estimate
@@ -218,9 +217,7 @@ def do(request: "Request", how: Writing) -> None:
             lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
             if how.verify and found:
                 lines.insert(1, "Read back and compared with the source: the same.")
-            if isinstance(command.writer, HuggingFaceWriter):
-                lines.append(f"To the Hub: hf upload ORG/NAME {shlex.quote(str(path))}")
-            console.show_lines(lines)
+            console.show_lines([*lines, next_step(request, command, compared=how.verify)])
         return
     command = plan_command(request)
     check_room(command)
@@ -230,6 +227,25 @@ def do(request: "Request", how: Writing) -> None:
     else:
         console.show_tables(report.tables(command.plan, expected))
         console.show_lines(command.notes)
+
+
+def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) -> str:
+    """What to do with a result, as a command: the last line that is printed. `compared` says that it has been compared
+    with its source already."""
+    from precisionctl.architectures.megatron_args import otherwise_in_megatron
+    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+
+    path = shlex.quote(str(command.output.path))
+    if isinstance(command.writer, HuggingFaceWriter):
+        return f"To the Hub: hf upload ORG/NAME {path}"
+    if request.to == "megatron" and not otherwise_in_megatron(command.reader.model):  # else it would be refused
+        return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
+    # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
+    other_values = request.precision != "keep" or (request.is_state_dict and command.trained)
+    if compared or other_values or request.iteration is not None or request.architecture:
+        return f"To see what it holds: precisionctl inspect {path}"
+    reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
+    return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"
 
 
 def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":

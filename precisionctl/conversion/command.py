@@ -30,6 +30,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import ONE_RANK
 from precisionctl.planning.plan import Plan
+from precisionctl.sizes import size
 
 MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
 """Makes the FP8 state of the result, and notes on it, from the amax of each FP8 GEMM's weight, by name."""
@@ -202,9 +203,10 @@ def check_room(command: PlannedCommand) -> None:
         needed = sum(spec.nbytes for spec in specs.values())
     else:  # by chunks, as a tensor may be written for several ranks
         needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
-    if disk.total and disk.free + there < needed:  # file systems without blocks of their own say 0 of 0
+    lacking = needed - there - disk.free
+    if disk.total and lacking > 0:  # file systems without blocks of their own say 0 of 0
         raise DiskProblem(
-            f"{needed:,} bytes to write, {disk.free:,} bytes free",
+            f"{size(needed)} to write, and {size(disk.free)} are free",
             where=command.output.path.parent,
-            do="Make room and run the same command again.",
+            do=f"Make room for {size(lacking)} more, and run the same command again.",
         )

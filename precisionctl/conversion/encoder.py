@@ -10,7 +10,7 @@ from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share, share_global
 from precisionctl.fp8.elements import Element
@@ -218,7 +218,7 @@ def _check_can_be_nan(name: str, element: Element) -> None:
     if element.bits == 4:
         raise PrecisionError(
             f"`{name}` holds a NaN, for which {element.name} has no code",
-            do="Is the checkpoint sound? Convert it to values, or keep the module as it is (keep_bf16 in a --recipe).",
+            do=BROKEN_WEIGHTS,
         )
 
 
@@ -227,5 +227,5 @@ def _check_finite(name: str, amax: Tensor) -> None:
     if bool(numerics.amax(amax).isinf()):
         raise PrecisionError(
             f"`{name}` holds an infinite weight, which no FP8 scale can hold",
-            do="Is the checkpoint intact? `keep_bf16` in a --recipe leaves the module as it is.",
+            do=BROKEN_WEIGHTS,
         )

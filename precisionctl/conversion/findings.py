@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from precisionctl.errors import BROKEN_WEIGHTS
+
 
 @dataclass
 class Findings:
@@ -52,7 +54,7 @@ def nan_notes(names: Collection[str]) -> Iterator[str]:
         first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
         yield (
             f"WARNING: the source has NaN in {len(names)} of its tensors, and so has the result ({first}): "
-            "what is computed with them is NaN."
+            f"what is computed with them is NaN. {BROKEN_WEIGHTS}"
         )
 
 

@@ -18,12 +18,12 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import DamagedCheckpoint, OutputError
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, size
 
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
 
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 256_000_000
 """Largest journal that is read; enough for some million jobs."""
 
 _ANY = "latin-1"
@@ -180,7 +180,7 @@ def _locked(output: Output, path: Path) -> Iterator[tuple[IO[str], str]]:
     with open_kept(path, _ANY) as file:
         lock(file, OutputError("another run is writing this output", where=output.path, do="Wait for it."), PATIENCE)
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-            what = f"larger than {_MAX_BYTES >> 20} MB, as no journal is"
+            what = f"larger than {size(_MAX_BYTES)}, as no journal is"
             raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
         file.seek(0)
         yield file, file.read()

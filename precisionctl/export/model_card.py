@@ -94,7 +94,7 @@ class Card:
         yield ""
 
 
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 4_000_000
 """Largest card that is read."""
 
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
+from precisionctl.sizes import size
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -36,7 +37,7 @@ RELATIVE is only carried along."""
 FORMAT_VERSION = 2
 """Version 1, which had no roles of attention and no statistics, is read as well."""
 
-_MAX_BYTES = 2 << 30
+_MAX_BYTES = 2_000_000_000
 """Largest sidecar that is accepted, as it is read whole. DeepSeek-V3's has 0.6 GB with 1024 rows of history."""
 
 _MAX_METADATA = 1 << 16
@@ -106,7 +107,7 @@ def read(path: Path) -> Fp8States:
     if path.exists() and not path.is_file():
         raise DamagedCheckpoint("an FP8 sidecar that is not a file", where=path)
     if path.exists() and path.stat().st_size > _MAX_BYTES:  # a sparse file can be large for free
-        what = f"an FP8 sidecar of more than {_MAX_BYTES >> 30} GB"
+        what = f"an FP8 sidecar of more than {size(_MAX_BYTES)}"
         raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,13 +1,16 @@
 """Assess a checkpoint: measure its weights, and judge them and what FP8 state has recorded of other roles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Reader, read_rows
 from precisionctl.conversion.known_state import known_state, outdated_note
+from precisionctl.errors import BROKEN_WEIGHTS
+from precisionctl.fp8.statistics import Statistics
 from precisionctl.model_shape import UntabledModel
+from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
@@ -26,11 +29,38 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     outdated = known.current is None or known.current.of_weights != known.of_weights
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
     judged = judge(list(plan.gemms), statistics, known.current or known.outdated, outdated=outdated)
-    notes = list(known.notes)
+    notes = [*_broken_notes(reader, jobs, statistics), *known.notes]
     if known.outdated:
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
-    four_bits = cost_of_four_bits({module: [one.four_bits for one in measured] for module, measured in weights.items()})
+    sound = {module: measured for module, measured in weights.items() if not _is_broken(statistics[module])}
+    four_bits = cost_of_four_bits({module: [one.four_bits for one in measured] for module, measured in sound.items()})
     can_calibrate = not isinstance(reader.model, UntabledModel)
     return replace(judged, four_bits=four_bits, notes=tuple(notes), can_calibrate=can_calibrate)
+
+
+def _is_broken(measured: Sequence[Statistics]) -> bool:
+    """Whether any element of a module's weights is NaN or infinite."""
+    return any(one.nonfinite for one in measured)
+
+
+def _broken_notes(reader: Reader, jobs: Sequence[Job], statistics: Mapping[str, Sequence[Statistics]]) -> Iterator[str]:
+    """A note on weights with NaN or infinity, by the names that they are stored under, and on what to do."""
+    suspects = dict.fromkeys(name for job in jobs if _is_broken(statistics[job.module]) for name in job.reads)
+    names = [name for name in suspects if not _is_finite(reader, name)]
+    if names:
+        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"WARNING: {first} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
+
+
+def _is_finite(reader: Reader, name: str) -> bool:
+    """Whether every element of a stored tensor is finite, read in pieces."""
+    rows = reader.specs[name].rows
+    step = max(1, _AT_ONCE // max(1, reader.specs[name].columns))
+    pieces = (read_rows(reader, name, start, min(step, rows - start)) for start in range(0, rows, step))
+    return all(bool(piece.float().isfinite().all()) for piece in pieces)
+
+
+_AT_ONCE = 1 << 20
+"""Elements that are read at a time."""

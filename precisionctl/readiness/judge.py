@@ -18,7 +18,7 @@ from precisionctl.readiness.patterns import shortened
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
 from precisionctl.sizes import counted
 
-Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
+Remedy = Literal["repair", "bf16", "recalibrate", "margin", "watch"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ class RoleHealth:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one scaling. `keep_bf16` are patterns for a recipe, which match `kept` modules. `recalibrate` is
-    the number of modules whose state should not be used, and `margin` the number of modules that saturate. `unjudged`
-    has, by role, the number of modules about which nothing is known."""
+    """The verdict on one scaling. `broken` is the number of modules in which something is NaN or infinite. `keep_bf16`
+    are patterns for a recipe, which match `kept` modules. `recalibrate` is the number of modules whose state should not
+    be used, and `margin` the number of modules that saturate. `unjudged` has, by role, the number of modules about
+    which nothing is known."""
 
     scaling: Scaling
     modules: int
+    broken: int
     keep_bf16: tuple[str, ...]
     kept: int
     recalibrate: int
@@ -82,11 +84,13 @@ class Verdict:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is known and no state has to be calibrated first."""
-        return not self.recalibrate and not self.unjudged
+        """Whether everything is known and finite, and no state has to be calibrated first."""
+        return not self.broken and not self.recalibrate and not self.unjudged
 
     @property
     def words(self) -> str:
+        if self.broken:
+            return f"not ready: NaN or infinity in {counted(self.broken, 'module')}, which no precision mends"
         in_bf16 = f"with {self.kept} of {self.modules} modules in BF16" if self.kept else "all modules in FP8"
         if self.margin:
             in_bf16 += f"; {self.margin} saturate and want a margin, or current scaling"
@@ -188,7 +192,8 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleF
         yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
         number = counted(sum(one.nonfinite for one in measured), "element is", "elements are")
-        yield RoleFinding("bf16", "not finite", SCALINGS, f"{number} NaN or infinite, in BF16 too")
+        yield RoleFinding("repair", "not finite", SCALINGS, f"{number} NaN or infinite, in BF16 too")
+        return  # what else is measured of it would advise a precision, and none helps
     losses = {scaling: [one.losses[scaling] for one in measured] for scaling in SCALINGS}
     zeros = {scaling: max(loss.underflow for loss in each) for scaling, each in losses.items()}
     if beyond := {scaling: share for scaling, share in zeros.items() if share > UNDERFLOW.value}:
@@ -239,7 +244,9 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
         if health.role in IN_USE
         and not (bool(health.measured) or (scaling == "delayed" and health.history is not None))
     ]
-    return Verdict(scaling, len(gemms), shortened(kept, gemms), len(kept), len(again), len(margin), _count(unjudged))
+    broken = _modules_with("repair", scaling, concerned)
+    patterns = shortened(kept, gemms)
+    return Verdict(scaling, len(gemms), len(broken), patterns, len(kept), len(again), len(margin), _count(unjudged))
 
 
 def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:

@@ -242,7 +242,10 @@ def summary(description: Description) -> Table:
     rows = [
         ("container", description["container"]),
         ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
-        ("architecture", description["architecture"] or "not said: give --reference, or copy config.json there"),
+        (
+            "architecture",
+            description["architecture"] or "not said: copy config.json there, or give `convert` a --reference",
+        ),
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
         *_part_rows(description),

@@ -20,7 +20,13 @@ from precisionctl.sizes import counted
 SHOWN = 12
 """Rows of findings shown on a terminal; the page and JSON have all."""
 
-REMEDIES = {"bf16": "keep in BF16", "recalibrate": "calibrate", "margin": "give margin", "watch": "watch"}
+REMEDIES = {
+    "repair": "repair",
+    "bf16": "keep in BF16",
+    "recalibrate": "calibrate",
+    "margin": "give margin",
+    "watch": "watch",
+}
 """What to do for each remedy, the strongest remedy first."""
 
 
@@ -48,6 +54,7 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             scaling: {
                 "ready": verdict.ready,
                 "words": verdict.words,
+                "modules_to_repair": verdict.broken,
                 "keep_bf16": list(verdict.keep_bf16),
                 "modules_kept": verdict.kept,
                 "modules": verdict.modules,

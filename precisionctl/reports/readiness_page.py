@@ -187,8 +187,8 @@ def _panel(readiness: Readiness, measure: _Measure) -> str:
 
 
 def _remedies_panel(readiness: Readiness) -> str:
-    steps = {"bf16": "w2", "recalibrate": "w1", "margin": "w0", "watch": "c3"}
-    texts = {"bf16": "BF16", "recalibrate": "cal.", "margin": "margin", "watch": "watch"}
+    steps = {"repair": "w2", "bf16": "w2", "recalibrate": "w1", "margin": "w0", "watch": "c3"}
+    texts = {"repair": "broken", "bf16": "BF16", "recalibrate": "cal.", "margin": "margin", "watch": "watch"}
 
     def cell(health: RoleHealth) -> Cell:
         name = f"{health.module}, {health.role}"

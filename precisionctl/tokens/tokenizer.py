@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError, require_package
+from precisionctl.sizes import size
 from precisionctl.tokens.limits import Limits, to_load, to_tokenize
 from precisionctl.tokens.process import Ended, Process
 from precisionctl.tokens.wire import IDS, Packet
@@ -118,8 +119,8 @@ class Tokenizer:
     def texts(self, pieces: Sequence[TextPiece]) -> list[NDArray[np.int32]]:
         """The tokens of each text, int32 `[tokens]`, with the tokenizer's special tokens."""
         where = pieces[0].where if len(pieces) == 1 else f"{pieces[0].where} to {pieces[-1].where}"
-        size = sum(len(piece.content) for piece in pieces)
-        query = _Query(where, to_tokenize(size), _room(size), _FOR_LARGE if size > _LARGE else _DO)
+        nbytes = sum(len(piece.content) for piece in pieces)
+        query = _Query(where, to_tokenize(nbytes), _room(nbytes), _FOR_LARGE if nbytes > _LARGE else _DO)
         (reply,) = self._answers("texts", {}, [piece.content for piece in pieces], [query])
         return [_ids(part, where) for part in reply.parts]
 
@@ -167,23 +168,23 @@ class Tokenizer:
 
     def _loaded(self) -> "_Known":
         """Start the process and load the files."""
-        size, named = sum(map(len, self._files.values())), ", ".join(self._files)
+        nbytes, named = sum(map(len, self._files.values())), ", ".join(self._files)
         do = (
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
             "config.json is; in a Megatron checkpoint that is precisionctl/hf. For `resume` a --reference will do."
         )
         if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
             raise DataError("the checkpoint has no tokenizer", where=self._path or named, do=do)
-        if size > LARGEST:
+        if nbytes > LARGEST:
             raise DataError(
-                f"the tokenizer's files have {size >> 20} MB, more than any known tokenizer", where=named, do=do
+                f"the tokenizer's files have {size(nbytes)}, more than any known tokenizer", where=named, do=do
             )
         process = Process(one_core=self._one_core)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
                     (Path(folder) / name).write_bytes(content)
-                query = _Query(named, to_load(size), 0, do)
+                query = _Query(named, to_load(nbytes), 0, do)
                 (reply,) = _fetched(process, {"do": "load", "folder": folder}, [], [query])
             end: int = reply.fields["end"]
             if not 0 <= end <= _LARGEST_ID:

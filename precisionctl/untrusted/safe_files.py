@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.sizes import size
 
-LARGEST = 256 << 20
+LARGEST = 256_000_000
 """Most bytes of a file that is read at once, and of all companion files together; tokenizers have up to 40 MB."""
 
 
@@ -34,7 +35,7 @@ def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
     if not has_file(path, directory):
         raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
     if path.stat().st_size > most:
-        raise DamagedCheckpoint(f"larger than {most >> 20} MB, as no such file is", where=path, do="Is the copy whole?")
+        raise DamagedCheckpoint(f"larger than {size(most)}, as no such file is", where=path, do="Is the copy whole?")
     return path.read_bytes()
 
 
@@ -45,7 +46,7 @@ def read_files(paths: Iterable[Path], directory: Path) -> dict[str, bytes]:
     left = LARGEST
     for path in paths:
         if has_file(path, directory) and path.stat().st_size > left:
-            what = f"with the files before it larger than {LARGEST >> 20} MB, as no model's are"
+            what = f"with the files before it larger than {size(LARGEST)}, as no model's are"
             raise DamagedCheckpoint(what, where=path, do="Is the copy whole? Remove files that do not belong to it.")
         found[path.name] = read_file(path, directory)
         left -= len(found[path.name])

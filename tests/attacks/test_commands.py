@@ -239,7 +239,7 @@ NAMES_OF_FILES = ("tokenizer.json", SIDECAR, "precisionctl/encodings.safetensors
 NO_FILE = "not a file"
 ELSEWHERE = "a symbolic link leads out of the directory"
 LONG = r"a number of \d+ characters"
-LARGE = "larger than .* MB"
+LARGE = "larger than .* [MG]B"
 NAME = "allow-list"
 UNFIT = f"as a key|{NAME}|a pickle changes|ordered_dict"
 ATTACKS: dict[str, tuple[str, Attack, str]] = {
@@ -315,7 +315,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         lambda d: d.with_name(f"{d.name}-destination.journal").write_bytes(PARTS + b"\n"),
         "unfinished output of another conversion",
     ),
-    "headers with lengths of gigabytes of lists": ("hf", header_with(PARTS), "larger than 1 MB"),
+    "headers with lengths of gigabytes of lists": ("hf", header_with(PARTS), "larger than 1.0 MB"),
     "a marker that is a pipe": ("dist", pipe("metadata.json"), "there is no checkpoint in a known format"),
     "common data elsewhere": ("dist", link("common.pt"), ELSEWHERE),
     "common data with holes": ("dist", hole("common.pt"), LARGE),

@@ -162,7 +162,7 @@ def test_files_without_end_are_not_loaded(monkeypatch: pytest.MonkeyPatch, bound
     with pytest.raises(DataError, match="takes longer|GB of memory|does not load: MemoryError"):
         assert Tokenizer(changed(added_tokens=added)).end
     many = {f"vocab.{number}": bytes(100 * MB) for number in range(3)}
-    with pytest.raises(DataError, match="have 300 MB, more than any known tokenizer"):
+    with pytest.raises(DataError, match="have 314.6 MB, more than any known tokenizer"):
         assert Tokenizer({**sound()._files, **many}).end
 
 

@@ -48,7 +48,8 @@ _KNOWN = frozenset({
 })  # fmt: skip
 _EXPORT = (
     "Export it in a clone of Megatron-Bridge: `python examples/conversion/adapter/export_adapter.py --hf-model-path "
-    "BASE --lora-checkpoint ITERATION --output ADAPTER`; give ADAPTER, with `--reference BASE`."
+    "BASE --lora-checkpoint ITERATION --output ADAPTER`; then "
+    "`precisionctl convert ADAPTER OUT --to hf --reference BASE`."
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
-from precisionctl.checkpoints.base import Chunked, Companions, Hints
+from precisionctl.checkpoints.base import WITH_REFERENCE, Chunked, Companions, Hints
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
@@ -131,9 +131,7 @@ class MegatronDirectory(ABC):
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,
-                do="Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with "
-                "--reference: its config.json and tokenizer are enough. A checkpoint made by `convert "
-                "--to megatron` contains them.",
+                do=f"{WITH_REFERENCE} A checkpoint made by `convert --to megatron` contains them.",
             )
         return model_of(self.path, self.args, self.companions, self.specs, self.hints.family)
 

@@ -20,7 +20,7 @@ BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")
 
 _PROVIDERS = "megatron.bridge.models."
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 4_000_000
 """Largest file that is parsed: more than any real one, and parsed in seconds."""
 
 _SAME = (

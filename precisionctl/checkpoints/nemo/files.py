@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat, damage, shown
+from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import check_fetched, has_file
 
 Files = dict[str, Span]
@@ -22,7 +23,7 @@ _LONGEST = 1 << 14
 """Bytes of an extended header: a name, a size and times."""
 _LONGEST_END = 1 << 20
 """Bytes of the zeros behind all entries, which fill the last record."""
-_LARGEST = 4 << 20
+_LARGEST = 4_000_000
 """Bytes of a file that is text."""
 _GZIP = b"\x1f\x8b"
 
@@ -50,9 +51,9 @@ def files_of(path: Path) -> Files:
 
 
 def read_text(span: Span) -> bytes:
-    """The bytes of a small file. Raises DamagedCheckpoint for more than 4 MiB."""
+    """The bytes of a small file. Raises DamagedCheckpoint for more than 4 MB."""
     if span.length > _LARGEST:
-        raise DamagedCheckpoint(f"{span.length} bytes of text, as no such file has", where=span)
+        raise DamagedCheckpoint(f"{size(span.length)} of text, as no such file has", where=span)
     return span.read()
 
 

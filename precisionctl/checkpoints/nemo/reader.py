@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Chunk, Container, Hints
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER
@@ -76,8 +76,8 @@ class _Nemo(MegatronDirectory):
     def model(self) -> ModelShape:
         beyond = config.beyond_megatron(self._config)
         if beyond and "config.json" not in self.companions.files:
-            do = "Give a Hugging Face directory of the same model with --reference."
-            raise CheckpointError(f"its {beyond[0]} is not read: nothing else says it", where=self.path, do=do)
+            what = f"its {beyond[0]} is not read: nothing else says it"
+            raise CheckpointError(what, where=self.path, do=WITH_REFERENCE)
         return super().model
 
 

@@ -9,14 +9,10 @@ import torch
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend
+from precisionctl.trainer.backends.te_version import TE_FLOOR, numbers
 from precisionctl.trainer.parallel.world import ALONE, World
 
 BackendName = Literal["te", "emulated"]
-
-
-TE_FLOOR = (2, 9)
-"""The oldest Transformer Engine with the functions used here (`autocast`, `quantized_model_init`, `is_fp8_available`).
-pyproject.toml requires it, too."""
 
 
 def choose_backend(
@@ -41,11 +37,6 @@ def choose_backend(
             do="Choose another scaling, or use `--backend emulated`, which is slow.",
         )
     return "te"
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The numeric parts of a version: `2.20.2+cu13` as (2, 20)."""
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _te_problem() -> str | None:

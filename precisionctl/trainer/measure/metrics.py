@@ -1,22 +1,30 @@
 """The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each of the guard's
-comparisons with BF16. Trackers get the same."""
+comparisons with BF16. Trackers get the same.
+
+Reading them takes no PyTorch: `compare` does without.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
+from precisionctl.sizes import size
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
-from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.tracking import trackers
-from precisionctl.trainer.shadow import Shadow
 
-_MAX_BYTES = 1 << 30
+if TYPE_CHECKING:
+    from precisionctl.trainer.measure.meter import StepCost
+    from precisionctl.trainer.shadow import Shadow
+
+_MAX_BYTES = 1_000_000_000
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
 
@@ -104,7 +112,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, without an incomplete last line; `null` becomes NaN. Raises DataError for a file of
     other contents."""
     if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):  # a pipe would never end
-        raise DataError(f"not a file of less than {_MAX_BYTES >> 20} MB", where=path)
+        raise DataError(f"not a file of less than {size(_MAX_BYTES)}", where=path)
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(whole, start=1):

@@ -200,8 +200,9 @@ def require_disk_space(each: int, train: Train, out: Path) -> DiskSpace:
     space = disk_space(each, train, out)
     if space.more and space.each > space.free:
         raise DiskProblem(
-            f"a checkpoint of this run takes {space.each:,} bytes, and {space.free:,} are free",
+            f"a checkpoint of this run takes {size(space.each)}, and {size(space.free)} are free",
             where=out,
-            do="Make room and run the same command again, or choose another --out.",
+            do=f"Make room for {size(space.each - space.free)} more, and run the same command again, or choose another "
+            "--out.",
         )
     return space
