@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from precisionctl.recipe import Optimizer, Schedule
-from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.learning_rate import learning_rate
 
 SETTINGS = Optimizer(lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 

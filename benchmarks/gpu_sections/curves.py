@@ -21,7 +21,8 @@ from precisionctl.recipe import Schedule
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.learning_rate import learning_rate
 
 SHAPE = Shape("400M", 1024, 4096, 16, 4, 24, 256, False, (24, 24), 16, 1024)
 SMALL = Shape("tiny", 64, 128, 4, 2, 2, 256, False, (2, 2), 4, 64)

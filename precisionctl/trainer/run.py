@@ -16,7 +16,8 @@ from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import RunOptimizer
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, rate_of_update
+from precisionctl.trainer.optimizer.learning_rate import rate_of_update
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.stopping import SkippedSteps
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.param import Kind
-from precisionctl.recipe import Optimizer, Schedule
+from precisionctl.recipe import Optimizer
 from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import World, local
 
@@ -200,19 +200,3 @@ class MasterAdamW:
 
     def notes(self, lr: float) -> Iterable[str]:
         return ()
-
-
-def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """The learning rate of update `step`, counted from 1, in a run of `steps` updates."""
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
-    floor = schedule.min_ratio
-    match schedule.kind:
-        case "constant":
-            return peak
-        case "cosine":
-            done = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
-            return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-        case "wsd":
-            done = min(1.0, max(0.0, 1 - (steps - step) / max(1, schedule.decay_steps)))
-            return peak * (1 - (1 - floor) * done)

@@ -11,7 +11,6 @@ from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.optimizer.adamw import learning_rate
 from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
@@ -81,14 +80,6 @@ class MegatronSchedule:
             f"{self.lr_decay_style}, {self.max_lr:.2e} to {self.min_lr:.2e} over {self.lr_decay_steps} samples, "
             f"after {self.num_steps}"
         )
-
-
-def rate_of_update(step: int, recipe: Recipe, schedule: MegatronSchedule | None) -> float:
-    """The learning rate of update `step`, counted from 1: of the `schedule` that the run continues, else of the
-    recipe."""
-    if schedule:
-        return schedule.rate(step, recipe.train.batch_size)
-    return learning_rate(step, recipe.train.steps, recipe.optimizer.lr, recipe.schedule)
 
 
 def megatron_scheduler(recipe: Recipe, schedule: MegatronSchedule | None, step: int) -> dict[str, object]:
