@@ -1,5 +1,29 @@
-"""`python -m precisionctl` is `precisionctl`."""
+"""The program: `precisionctl`, as it is installed, and `python -m precisionctl`."""
 
-from precisionctl.cli import main
+import sys
 
-main(prog_name="precisionctl")
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        _run()
+    finally:
+        # An interrupt in the `exec` of a text, by which dataclasses make methods, stays in CPython's memory even if it
+        # is caught: it then ends by the signal, whatever the exit code. The next such `exec` makes it forget
+        # (Python/pythonrun.c, run_eval_code_obj).
+        exec("")
+
+
+def _run() -> None:
+    try:
+        from precisionctl.cli import main as commands
+    except KeyboardInterrupt:  # which `commands` answers from here on
+        from precisionctl.errors import GO_ON, NOT_BEGUN
+
+        print(NOT_BEGUN, file=sys.stderr)
+        sys.exit(GO_ON)
+    commands(prog_name="precisionctl")
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,13 @@ from pathlib import Path
 DROP_OPTIMIZER = "--drop-optimizer leaves the optimizer behind."
 """What to do about an optimizer that cannot be told, or has no place in the result."""
 
+GO_ON = 75
+"""Exit code of a command that was stopped, so that the same command continues, or starts if nothing was begun
+(EX_TEMPFAIL of sysexits.h)."""
+
+NOT_BEGUN = "Stopped before anything was written. The same command starts again."
+"""What a command says that Ctrl-C stops when it has nothing to keep: while it imports modules, reads or plans."""
+
 BROKEN_WEIGHTS = "The checkpoint is broken there, in BF16 too: copy it again, or take an earlier one."
 """What to do about weights that are NaN or infinite."""
 

@@ -23,7 +23,7 @@ from precisionctl import errors
 from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
-from precisionctl.conversion import worker
+from precisionctl.conversion import estimate, worker
 
 
 @pytest.mark.parametrize("name", main.commands)
@@ -442,6 +442,45 @@ def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, mo
     assert stopped.exit_code == 75 and "the same command continues" in stopped.stderr
     assert not (tmp_path / "out").exists()
     assert run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "hf"], ["convert", "hf", "out", "--to", "hf", "--dry-run"]])
+def test_ctrl_c_before_anything_is_written_says_so_and_exits_as_when_stopped(tmp_path, monkeypatch, arguments):
+    pico.save(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "open_checkpoint", interrupted)
+    monkeypatch.setattr(estimate, "estimate", interrupted)
+    stopped = run(*arguments)
+    assert (stopped.exit_code, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")
+
+
+@pytest.mark.parametrize(
+    "module", ["click", "rich.console", "precisionctl.cli.looking", "precisionctl.reports.inspect"]
+)
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module):
+    """At each of these moments the program gets the signal itself, in an `exec`, as of a dataclass that makes its
+    methods: CPython would end by the signal, though it is caught."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            exec('os.kill(os.getpid(), signal.SIGINT); [None for _ in range(9)]')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from precisionctl.__main__ import main\n"
+        "main()\n"
+    )
+    pico.save(tmp_path / "hf")
+    (tmp_path / "program.py").write_text(code)
+    line = [sys.executable, "-m", "program", "inspect", "hf"]
+    stopped = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (75, "", f"{errors.NOT_BEGUN}\n")
 
 
 def test_json_holds_nothing_that_json_does_not_know(tmp_path):

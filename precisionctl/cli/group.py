@@ -15,6 +15,8 @@ import click
 
 from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import (
+    GO_ON,
+    NOT_BEGUN,
     DamagedCheckpoint,
     EnvironmentProblem,
     PrecisionctlError,
@@ -153,6 +155,17 @@ def _verbosity(*, quiet: bool, verbose: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept_when_stopped() -> Iterator[None]:
+    """Inside, what is done is kept, and the same command continues: so say that if Ctrl-C stops it, and exit with
+    GO_ON."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("Stopped. What is done is kept; the same command continues.", err=True)
+        raise click.exceptions.Exit(GO_ON) from None
+
+
 class Commands(click.Group):
     """A click group that shows every error in one way and exits with 1, or with 2 where what was asked for makes no
     sense; `--debug` shows the traceback. With `--json` the error is on stdout, too, as an object."""
@@ -176,6 +189,9 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
+        except KeyboardInterrupt:
+            click.echo(NOT_BEGUN, err=True)
+            ctx.exit(GO_ON)
         except Exception as error:
             if ctx.meta.get(_DEBUG):
                 raise

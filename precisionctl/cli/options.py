@@ -16,9 +16,6 @@ from precisionctl.checkpoints.hub import HubName
 from precisionctl.errors import DataError, UnknownFormat, meant, nearest_path
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
-GO_ON = 75
-"""Exit code of a command that was stopped and saved, so that the same command continues (EX_TEMPFAIL of sysexits.h)."""
-
 TOO_FAR = 3
 """Exit code of `compare` where a run is further from the first than its gate allows."""
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.group import Command, print_json
+from precisionctl.cli.group import Command, kept_when_stopped, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
-    GO_ON,
     NEW_PATH,
     POSITIVE,
     TOKENIZER,
@@ -23,6 +22,7 @@ from precisionctl.cli.options import (
     json_option,
     megatron_fp8_options,
 )
+from precisionctl.errors import GO_ON, one_line
 
 backend_option = click.option(
     "--backend",
@@ -128,7 +128,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
         dry = dry_run_of(settings, train_in_core.CORE if in_core else BUNDLED)
         console.show_lines(report.dry_run(dry) if dry.on_first_rank else [])
         return
-    with console.RunView() as view:
+    with kept_when_stopped(), console.RunView() as view:
 
         def on_start(started: trainer.Started) -> None:
             console.show_lines(report.beginning(started))
@@ -207,7 +207,7 @@ def calibrate(
 
     sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
-    with console.rows_progress("calibrating") as on_pass:
+    with kept_when_stopped(), console.rows_progress("calibrating") as on_pass:
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
     if made.on_first_rank:
         console.show_lines(report.calibrated(made))
@@ -237,7 +237,7 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, json_wa
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     source = source_of(data)
-    with console.bytes_progress("tokenizing", source.nbytes) as on_text:
+    with kept_when_stopped(), console.bytes_progress("tokenizing", source.nbytes) as on_text:
         made = make_corpus(source, out, tokenizer, workers or cores, on_text)
     if json_wanted:
         print_json(made.as_json(out))
@@ -268,8 +268,12 @@ def demo(out: Path) -> None:
     def say(line: str) -> None:
         console.show_lines([line])
 
-    story.prepare(out, say)
-    results = story.run(out, say)
+    try:
+        story.prepare(out, say)
+        results = story.run(out, say)
+    except KeyboardInterrupt:
+        click.echo(f"Stopped. Remove {one_line(str(out))} to start again.", err=True)
+        raise click.exceptions.Exit(1) from None
     measured = report.table(results, out)
     report.write(results, out, measured)
     console.show_tables([measured])

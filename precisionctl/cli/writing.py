@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import Command, print_json, repository_of
+from precisionctl.cli.group import Command, kept_when_stopped, print_json, repository_of
 from precisionctl.cli.options import (
     CHECKPOINT,
-    GO_ON,
     NEW_PATH,
     POSITIVE,
     Choice,
@@ -201,11 +200,8 @@ def do(request: "Request", how: Writing) -> None:
     from precisionctl.reports import plan as report
 
     if not how.dry_run:
-        try:
+        with kept_when_stopped():
             command, found = carry_out(request, how)
-        except KeyboardInterrupt:
-            click.echo("Stopped. What is done is kept; the same command continues.", err=True)
-            raise click.exceptions.Exit(GO_ON) from None
         if command is None:
             return
         notes = [*command.notes, *(found.notes if found else ())]
