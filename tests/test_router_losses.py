@@ -19,8 +19,8 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import RouterSettings, load_recipe
 from precisionctl.trainer.data.batch import IGNORED, Batch
-from precisionctl.trainer.model.balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.saved.balance import balance_of
 

@@ -14,7 +14,7 @@ from precisionctl.conversion.ranks import Ranks
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Recipe, Train
 from precisionctl.trainer.data.rows import EqualRows, Rows
-from precisionctl.trainer.model.balance import Balance
+from precisionctl.trainer.model.router_balance import Balance
 
 CORE = {"Megatron-Core BF16": "bf16", "Megatron-Core fp8-delayed": "fp8-delayed"}
 

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.model.balance import Balance
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.saved.balance import balance_args
 
 

@@ -23,7 +23,7 @@ from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import StepMetrics
-from precisionctl.trainer.model.balance import Balance
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.learning_rate import rate_of_update
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps

@@ -155,7 +155,7 @@ Coefficient = float | Literal["checkpoint"]
 @dataclass(frozen=True)
 class RouterSettings:
     """What keeps the loads of experts even: coefficients of losses, and the rate of DeepSeek's bias update; 0 is off
-    (`trainer/model/balance.py`, which has the formulas)."""
+    (`trainer/model/router_balance.py`, which has the formulas)."""
 
     pooled_loss: Coefficient = "checkpoint"
     """transformers' load-balancing loss, of all layers together."""

@@ -19,8 +19,8 @@ from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.data.rows import check_there
 from precisionctl.trainer.measure.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
-from precisionctl.trainer.model.balance import Balance
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
 from precisionctl.trainer.parallel.world import together

@@ -17,6 +17,7 @@ CALLS = {
 """Names of functions that run, import or unpack what they are given."""
 
 KNOWN = {
+    ("__main__.py", "exec"),  # of an empty text, for what that does to CPython
     ("discover.py", "importlib.import_module"),  # the modules of a folder of ours, by the names of its files
     ("checkpoints/megatron/provider.py", "yaml.load"),  # with a loader of plain values
 }

@@ -25,11 +25,11 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
-from precisionctl.trainer.model.balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
+from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World

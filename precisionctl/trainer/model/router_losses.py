@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.model_shape import MoE
-from precisionctl.trainer.model.balance import Balance
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.world import World
 
 

@@ -23,7 +23,7 @@ from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
-from precisionctl.trainer.model.balance import Balance
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
