@@ -250,6 +250,10 @@ CAUSAL = Rule(("is_causal",), _read_causal)
 """What transformers' masks heed in the config.json of every family."""
 
 
+EVERY_LAYER_SPARSE = Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)})
+"""Experts in all layers, which no key says."""
+
+
 def tied(default: bool) -> Key:
     """Whether the output layer is the embedding; `default` where the key is absent."""
     return Key("tied_embeddings", "tie_word_embeddings", default)

@@ -4,8 +4,6 @@ leading dense layers, routed and shared experts, layers of multi-token predictio
 Rows of a prediction layer are the decoder's under other names, and what joins them.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
@@ -153,10 +151,7 @@ def prediction(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
     return (
         *_BEFORE,
         *renamed(layer, _HF, _MEGATRON),
-        *(
-            replace(each, first=renamed(each.first, _HF, _MEGATRON), second=renamed(each.second, _HF, _MEGATRON))
-            for each in EXPERTS
-        ),
+        *(each.renamed(_HF, _MEGATRON) for each in EXPERTS),
         _AFTER,
     )
 

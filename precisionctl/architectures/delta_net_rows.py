@@ -5,8 +5,6 @@ Traps: in_proj's rows are in six parts of unequal size, which tensor parallelism
 the delta net gives is an ordinary one, where all others store their factor less one.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
@@ -88,10 +86,8 @@ def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
 
 
 def _of_prediction(row: Row | Either) -> Row | Either:
-    def moved(*rows: Row) -> tuple[Row, ...]:
-        hf, megatron = "mtp.layers.{mtp}.", "mtp.layers.{mtp}.transformer_layer."
-        return renamed(rows, {"model.layers.{layer}.": hf}, {"decoder.layers.{layer}.": megatron})
-
-    if isinstance(row, Either):
-        return replace(row, first=moved(*row.first), second=moved(*row.second))
-    return moved(row)[0]
+    names = (
+        {"model.layers.{layer}.": "mtp.layers.{mtp}."},
+        {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."},
+    )
+    return row.renamed(*names) if isinstance(row, Either) else renamed((row,), *names)[0]

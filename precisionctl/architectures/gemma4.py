@@ -43,7 +43,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.moe_rows import FUSED, ROUTER, SHARED_EXPERTS, experts
+from precisionctl.architectures.moe_rows import FUSED_EXPERTS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import rope_by_kind
@@ -61,8 +61,6 @@ _ROPE = {
 _WITHOUT_VALUES = tuple(replace(row, names=row.hf[:2]) for row in QKV_LINEAR)
 
 _LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
-
-_EXPERT = "model.layers.{layer}.experts.{expert}."
 
 
 def _norm(hf: str, megatron: str) -> Row:
@@ -88,12 +86,7 @@ _EXPERTS: tuple[Row | Either, ...] = (
         layers="moe",
     ),
     _norm("pre_feedforward_layernorm_2", "pre_moe_layernorm.weight"),
-    Either(
-        renamed(FUSED, {"mlp.experts": "experts"}),
-        experts(f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight", f"{_EXPERT}down_proj.weight"),
-        only_read=True,
-        for_engines=True,
-    ),
+    *(each.renamed({"mlp.experts": "experts"}) for each in FUSED_EXPERTS),
     _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
     _norm("post_feedforward_layernorm", "post_layernorm.weight"),
 )

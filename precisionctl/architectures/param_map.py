@@ -192,6 +192,10 @@ class Either:
     in_memory: bool = False
     for_engines: bool = False
 
+    def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
+        """Both with parts of their names replaced, as `renamed` does it."""
+        return replace(self, first=renamed(self.first, hf, megatron), second=renamed(self.second, hf, megatron))
+
 
 @dataclass(frozen=True)
 class Alias:

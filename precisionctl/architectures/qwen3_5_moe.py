@@ -3,7 +3,7 @@
 Trap: there is no `intermediate_size`, as no layer is dense.
 """
 
-from precisionctl.architectures.config_keys import SIZES_BESIDE_MLP, Always, Key, Rule, layers
+from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, SIZES_BESIDE_MLP, Always, Key
 from precisionctl.architectures.delta_net_keys import COMMON
 from precisionctl.architectures.delta_net_rows import SPARSE
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -18,7 +18,7 @@ ARCHITECTURE = Architecture(
         *COMMON,
         Key("ffn_hidden_size", "moe_intermediate_size", 512),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
-        Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)}),
+        EVERY_LAYER_SPARSE,
         Key("moe.num_experts", "num_experts", 256, older="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),

@@ -3,7 +3,7 @@
 Trap: its class has no `intermediate_size` and no `first_k_dense_replace`. Released files say both, as GLM-4.5's do.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES_BESIDE_MLP, Key, Only, Rule, layers, tied
+from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, HEADS, SILU, SIZES_BESIDE_MLP, Key, Only, tied
 from precisionctl.architectures.deepseek_keys import EXPERTS_OF_A_LAYER, SIGMOID, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
         Only("use_qk_norm", False),
         *EXPERTS_OF_A_LAYER,
         Key("ffn_hidden_size", "moe_intermediate_size"),  # of no layer
-        Rule((), lambda config, where: {"moe.layer_freq": (True,) * layers(config, where)}),
+        EVERY_LAYER_SPARSE,
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(1, 1),

@@ -64,7 +64,7 @@ def run(
 
     Returns what jobs found out, including those that were done before.
     """
-    done = journal.done if journal and _are_whole(_ends(plan, writer)) else set()
+    done = journal.done if journal and journal.done and _are_whole(_ends(plan, writer)) else set()
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()
