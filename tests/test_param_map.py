@@ -12,7 +12,8 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import DSA, MLA, GatedDeltaNet, Mamba2, ModelShape, MoE
+from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, Mamba2, MoE
+from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
 
 

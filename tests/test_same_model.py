@@ -27,17 +27,8 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_shape import (
-    DSA,
-    MLA,
-    STORED,
-    TENSORS,
-    GatedDeltaNet,
-    GlobalAttention,
-    Mamba2,
-    ModelShape,
-    MoE,
-)
+from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
+from precisionctl.model_shape import STORED, TENSORS, ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe

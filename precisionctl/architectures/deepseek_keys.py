@@ -16,7 +16,8 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
 
 
 def _read_attention(config: Config, where: object) -> Fields:

@@ -22,17 +22,8 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import (
-    DSA,
-    MLA,
-    TENSORS,
-    GatedDeltaNet,
-    GlobalAttention,
-    Mamba2,
-    ModelShape,
-    MoE,
-    UntabledModel,
-)
+from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
+from precisionctl.model_shape import TENSORS, ModelShape, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a

@@ -11,7 +11,8 @@ from precisionctl.architectures.deepseek_v32 import COMMON, ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
 
 _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 

@@ -19,7 +19,8 @@ from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
-from precisionctl.model_shape import ModelShape, real
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
 
 
 def _read_scales(config: Config, where: object) -> Fields:

@@ -19,7 +19,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope, rotary_parameters
-from precisionctl.model_shape import real
+from precisionctl.model_parts import real
 
 _ROPE = rope()
 

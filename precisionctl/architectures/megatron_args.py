@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, ModelShape, MoE, check_size, real
+from precisionctl.model_parts import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, MoE, check_size, real
+from precisionctl.model_shape import ModelShape
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {

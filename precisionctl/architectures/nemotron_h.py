@@ -27,7 +27,8 @@ from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."

@@ -5,7 +5,8 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape, real
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
 
 # scalings that can be computed, and the numbers of each: those it needs, and those it may have
 _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

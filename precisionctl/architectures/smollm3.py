@@ -23,7 +23,8 @@ from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
 
 
 def with_rope(config: Config, where: object) -> tuple[bool, ...]:

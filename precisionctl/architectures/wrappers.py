@@ -19,7 +19,8 @@ from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
-from precisionctl.model_shape import ModelShape, Wrapper
+from precisionctl.model_parts import Wrapper
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 
 TOWERS = "towers."

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_shape import MLA, GatedDeltaNet, GlobalAttention, ModelShape, MoE
+from precisionctl.model_parts import MLA, GatedDeltaNet, GlobalAttention, MoE
+from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend

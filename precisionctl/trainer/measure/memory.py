@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from precisionctl.model_shape import GatedDeltaNet, ModelShape
+from precisionctl.model_parts import GatedDeltaNet
+from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import indexer, mlp, projections

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import DSA, MLA, ModelShape
+from precisionctl.model_parts import DSA, MLA
+from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale

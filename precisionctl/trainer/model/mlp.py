@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_shape import Activation, ModelShape, MoE
+from precisionctl.model_parts import MoE
+from precisionctl.model_shape import Activation, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 

@@ -1,0 +1,283 @@
+"""What some models have beside plain attention and MLPs: experts, latent and sparse attention, gated delta nets,
+Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from precisionctl.errors import DamagedCheckpoint, shown
+
+LARGEST = 1 << 30
+"""The largest size that a model may have: beyond every real one, and products of two fit 64 bits."""
+
+MOST_LAYERS = 1 << 12
+"""Some fields have an entry for each layer, whatever number a stranger's file claims."""
+
+
+def check_size(size: object, name: str, largest: int = LARGEST) -> None:
+    """Raise DamagedCheckpoint for what is no size."""
+    if type(size) is not int or not 1 <= size <= largest:
+        raise DamagedCheckpoint(f"{name} is {shown(size)}, not a size", do="Is config.json this model's?")
+
+
+def real(value: object, name: str, where: object = "") -> float:
+    """A positive number. Raises DamagedCheckpoint."""
+    if type(value) not in (int, float) or not 0 < value < 1e30:  # type: ignore[operator]
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number", where=where)
+    return float(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Layers whose MLP is a mixture of experts; the fields are Megatron's `--moe-*` and `--num-experts`.
+
+    `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax`
+    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` divided by the sum over the chosen
+    ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
+    chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
+    alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
+    give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
+    multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
+
+    With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
+    their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
+    router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
+    weight of an expert for a token is multiplied by a number of that expert.
+    """
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    layer_freq: tuple[bool, ...]
+    shared_ffn_hidden_size: int | None = None
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    topk_scaling_factor: float = 1.0
+    expert_bias: bool = False
+    router_bias: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_scores: int | None = None
+    shared_expert_gate: bool = False
+    probs_on_input: bool = False
+    own_norms: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "topk", "ffn_hidden_size"):
+            check_size(getattr(self, name), name)
+        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores"):
+            if getattr(self, name) is not None:
+                check_size(getattr(self, name), name)
+        real(self.topk_scaling_factor, "topk_scaling_factor")
+        if self.topk > self.num_experts:
+            raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
+        if self.num_groups is not None and self.num_experts % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_experts} experts in {self.num_groups} groups")
+        if self.num_groups and self.group_topk:
+            size = self.num_experts // self.num_groups
+            if (
+                self.group_topk > self.num_groups
+                or (self.group_scores or 1) > size
+                or self.topk > self.group_topk * size
+            ):
+                what = f"{self.topk} experts of {self.group_topk} of {self.num_groups} groups of {size}"
+                raise DamagedCheckpoint(f"{what}, each worth {self.group_scores} of its scores")
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `moe.`; None where one routes no token otherwise. Empty where no layer has
+        experts."""
+        used: dict[str, object] = {f"moe.{name}": value for name, value in vars(self).items()}
+        if self.num_groups is None or self.group_topk in (None, self.num_groups):
+            used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
+        if self.score_function == "sigmoid":
+            used["moe.pre_softmax"] = None
+        if self.shared_ffn_hidden_size is None:
+            used["moe.shared_expert_gate"] = None
+        return used if any(self.layer_freq) else {}
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
+    `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
+    projected in one step."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if (name, size) != ("q_lora_rank", None):
+                check_size(size, name)
+
+
+@dataclass(frozen=True)
+class GlobalAttention:
+    """What attention without a window has otherwise than that with one (Gemma 4): the fields of ModelShape of the same
+    names, in those layers."""
+
+    num_query_groups: int
+    kv_channels: int
+    keys_are_values: bool
+
+    def __post_init__(self) -> None:
+        for name in ("num_query_groups", "kv_channels"):
+            check_size(getattr(self, name), f"{name} without a window")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
+    of the text model's `model.` and `lm_head.`; `same` are beginnings of names that it has as the text model does. All
+    its other tensors are towers."""
+
+    model_type: str
+    body: str
+    head: str
+    same: tuple[str, ...] = ()
+
+    def is_text(self, name: str) -> bool:
+        """Whether a tensor of this Hugging Face name is the text model's."""
+        return name.startswith((self.body, self.head, *self.same))
+
+    def name_of(self, name: str) -> str:
+        """The name in the wrapper of what the text model alone calls so."""
+        for alone, here in (("model.", self.body), ("lm_head.", self.head)):
+            if name.startswith(alone):
+                return here + name.removeprefix(alone)
+        return name
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Layers with a gated delta net in the place of attention (arXiv 2412.06464); fields are Megatron's `--linear-*`.
+
+    `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
+    serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
+    `conv_kernel_dim` taps, one for each channel.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if name != "layers":
+                check_size(size, name)
+        if self.num_value_heads % self.num_key_heads:
+            raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
+        for product in ("key_size", "value_size", "in_proj_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values of all heads, and of their gate."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha."""
+        heads = self.num_value_heads
+        return (self.key_size, self.key_size, self.value_size, self.value_size, heads, heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys, values."""
+        return self.in_proj_parts[:3]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `gdn.`; empty where no layer is one."""
+        return {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
+    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
+    which a state of `state_dim` channels is written (B) and read (C)."""
+
+    pattern: str
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
+        for name, size in vars(self).items():
+            if name != "pattern":
+                check_size(size, f"mamba_{name}")
+        if self.num_heads % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
+        check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of in_proj: gate (z), x, B, C, dt."""
+        state = self.num_groups * self.state_dim
+        return (self.inner_size, self.inner_size, state, state, self.num_heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B, C."""
+        return self.in_proj_parts[1:4]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
+class DSA:
+    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
+    (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
+    without one sees those that the last indexer chose. The first channels of a head have positions, of neighbouring
+    pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
+
+    n_heads: int
+    head_dim: int
+    topk: int
+    layers: tuple[bool, ...]
+    rope_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_dim", "topk"):
+            check_size(getattr(self, name), f"indexer's {name}")
+        if not any(self.layers[:1]):
+            raise DamagedCheckpoint("the first layer has no indexer, and no layer before it to choose its keys")
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
