@@ -26,7 +26,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
-from precisionctl.engines.ignore_lists import by_name_or_regex
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -482,7 +482,7 @@ def test_experts_in_one_tensor_are_listed_by_the_linears_for_which_vllm_looks(
     assert check(reader, vllm) == []
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     listed = config["quantization_config"]["ignore"]
-    config["quantization_config"]["ignore"] = [entry for entry in listed if not by_name_or_regex(entry, up)]
+    config["quantization_config"]["ignore"] = [entry for entry in listed if not BY_NAME_OR_REGEX.of([entry])(up)]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     (found,) = check(open_checkpoint(tmp_path / "fp8"), vllm)
     assert f"`{up}` is not ignored" in found.what and found.rule.fatal

@@ -4,6 +4,7 @@ A case is a directory that loads, one thing in it changed, and the engines that 
 """
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -12,10 +13,19 @@ import pico
 import pytest
 import torch
 from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import by_name_or_regex
+from precisionctl.engines.ignore_lists import (
+    BY_GLOB,
+    BY_NAME,
+    BY_NAME_OR_REGEX,
+    BY_PART_OR_GLOB,
+    BY_PATH,
+    BY_START_REGEX_OR_END,
+    Matching,
+)
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
 from precisionctl.verify.engine_rules import check
@@ -486,7 +496,34 @@ def test_patterns_that_would_take_gigabytes_to_compile_are_findings_at_once(patt
     ],
 )
 def test_patterns_as_people_write_them_are_judged(pattern: str, matching: bool):
-    assert by_name_or_regex(f"re:{pattern}", "model.layers.1.mlp.experts.12.up_proj") == matching
+    assert BY_NAME_OR_REGEX.of([f"re:{pattern}"])("model.layers.1.mlp.experts.12.up_proj") == matching
+
+
+def test_a_list_means_what_it_means_to_transformers() -> None:
+    parts = ("model", "layers", "1", "11", "mlp", "experts", "gate", "gate_up_proj", "lm_head", "proj")
+    draw = random.Random(0)
+    modules = [".".join(draw.choices(parts, k=draw.randint(1, 5))) for _ in range(300)]
+    entries = [name[draw.randrange(len(name)) :] for name in modules] + [name[: draw.randrange(9)] for name in modules]
+    entries += [f"{name}.*gate" for name in modules] + [f"{name[:-1]}.?" for name in modules]
+    told = []
+    for entry in filter(None, entries):
+        few = draw.sample(modules, 30)
+        ignored = BY_START_REGEX_OR_END.of([entry])
+        expected = [not should_convert_module(module, [entry]) for module in few]
+        assert [ignored(module) for module in few] == expected, (entry, few)
+        told += map(ignored, few)
+    assert 0.02 < sum(told) / len(told) < 0.98
+
+
+@pytest.mark.parametrize(
+    "matching", [BY_NAME, BY_PATH, BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, BY_GLOB, BY_PART_OR_GLOB]
+)
+def test_a_list_that_names_every_expert_is_read_in_seconds(matching: Matching) -> None:
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(60) for expert in range(256)]
+    started = time.process_time()
+    ignored = matching.of(experts[::2])
+    assert [ignored(module) for module in experts] == [True, False] * (len(experts) // 2)
+    assert time.process_time() - started < 60  # one by one, some took hours
 
 
 def test_verify_reads_both_of_modelopts_files(tmp_path: Path):

@@ -230,13 +230,13 @@ class Engine:
 
     def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
-        ignore_list = self.ignores[directory.method]
+        ignored = self.ignores[directory.method].of(directory.quantization)
         sliced = [name for name in directory.specs if name.endswith("]")]
         stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
             linears = self._first_expert(experts, directory.method) if name not in directory.scales else ()
             for linear in linears:
-                if not ignore_list.leaves_out(directory.quantization, linear):
+                if not ignored(linear):
                     what = f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
                     yield Finding(name, what, self.quantisation)
                     break
@@ -302,10 +302,11 @@ def _wrongly_ignored(
     directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
 ) -> Iterator[Finding]:
     """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
+    is_ignored = ignore_list.of(directory.quantization)
     for name in _linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:
-            ignored = ignore_list.leaves_out(directory.quantization, called)
+            ignored = is_ignored(called)
             which = "its module" if called == module else f"its module, in memory `{called}`,"
             if coded and ignored:
                 yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import by_name_or_regex, words
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, words
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
@@ -77,10 +77,10 @@ def lost_by_renaming(directory: QuantizedDirectory) -> Breaches:
     """Experts of gpt-oss (they alone have biases), as values beside compressed-tensors' codes, that the list names
     without an expression: the engine renames entries that end in `.down_proj`, and finds that expert quantized."""
     biases = (name.partition("[")[0] for name in directory.specs if ".experts.down_proj_bias" in name)
-    entries = [entry for entry in words(directory.quantization.get("ignore")) if entry.startswith("re:")]
+    ignored = BY_NAME_OR_REGEX.of(e for e in words(directory.quantization.get("ignore")) if e.startswith("re:"))
     for bias in dict.fromkeys(biases):
         linear = bias.replace(".down_proj_bias", ".0.down_proj")
-        if directory.method == "compressed-tensors" and not any(by_name_or_regex(entry, linear) for entry in entries):
+        if directory.method == "compressed-tensors" and not ignored(linear):
             yield bias.removesuffix("_bias"), f"no expression ignores `{linear}`"
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,21 +17,46 @@ from precisionctl.errors import PrecisionError, shown
 
 
 @dataclass(frozen=True)
-class IgnoreList:
-    """The list is under the first of `keys` that has one; `matches(entry, module)` is whether an entry of it means a
-    module, by the module's full name."""
+class Matching:
+    """How an engine tells which modules the entries of a list mean, by their full names.
 
-    keys: tuple[str, ...]
+    Lists may name each of a hundred thousand experts. So plain entries are not tried one by one: `named(entries,
+    module)` says whether one of all of them means the module. Entries that `are_patterns` finds something in are tried,
+    by `matches(entry, module)`.
+    """
+
+    named: Callable[[Set[str], str], bool]
+    are_patterns: re.Pattern[str]
     matches: Callable[[str, str], bool]
 
-    def leaves_out(self, quantization: Mapping[str, Any], module: str) -> bool:
-        """Whether a linear is not quantized: it is no target, or it is on the list."""
+    def of(self, entries: Iterable[str]) -> Callable[[str], bool]:
+        """Whether one of these entries means a module. Raises PrecisionError, once it is asked, for a pattern that is
+        invalid or takes too long."""
+        listed = dict.fromkeys(entries)
+        patterns = [entry for entry in listed if self.are_patterns.search(entry)]
+        plain = listed.keys() - patterns
+        return lambda module: self.named(plain, module) or any(self.matches(entry, module) for entry in patterns)
+
+
+@dataclass(frozen=True)
+class IgnoreList:
+    """The list of linears that a `quantization_config` leaves unquantized, under the first of `keys` that has one."""
+
+    keys: tuple[str, ...]
+    matching: Matching
+
+    def of(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether a linear, by its module's name, is not quantized: it is no target, or it is on the list. Raises as
+        `Matching.of`."""
         entries = next((found for key in self.keys if (found := quantization.get(key))), ())
+        on_list = self.matching.of(words(entries))
         groups = quantization.get("config_groups")  # without any, all linears are targets
         listed = list(groups.values()) if isinstance(groups, Mapping) else []
         targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
-        targeted = not targets or any(of_a_class(target) or by_name_or_regex(target, module) for target in targets)
-        return not targeted or any(self.matches(entry, module) for entry in words(entries))
+        if not targets or any(map(_of_a_class, targets)):
+            return on_list
+        is_target = BY_NAME_OR_REGEX.of(targets)
+        return lambda module: not is_target(module) or on_list(module)
 
 
 def words(value: object) -> Iterator[str]:
@@ -40,40 +65,64 @@ def words(value: object) -> Iterator[str]:
         yield from (entry for entry in value if isinstance(entry, str))
 
 
-def of_a_class(target: str) -> bool:
+def _of_a_class(target: str) -> bool:
     """Whether a target means modules of a class, such as `Linear`, and not some by their names."""
     return "." not in target and not target.startswith("re:") and target[:1].isupper()
 
 
-def by_name(entry: str, module: str) -> bool:
-    """vLLM 0.33 quant_utils.py is_layer_skipped, of `quant_method: fp8`."""
-    return entry == module
+def _is_named(entries: Set[str], module: str) -> bool:
+    return module in entries
 
 
-def by_path(entry: str, module: str) -> bool:
-    """SGLang 0.5.23 fp8.py Fp8Config.from_config, utils.py is_layer_skipped: with and without `model.`."""
-    stems = (entry.removeprefix("model."), f"model.{entry.removeprefix('model.')}")
-    return any(module == stem or module.startswith(f"{stem}.") for stem in stems)
+def _is_below_one(entries: Set[str], module: str) -> bool:
+    """Whether the module or one that it is in is named, with or without `model.`."""
+    ends = [at for at, letter in enumerate(module) if letter == "."]
+    paths = (module[:end] for end in (*ends, len(module)))
+    return any(
+        path in entries or f"model.{path}" in entries or path.removeprefix("model.") in entries for path in paths
+    )
 
 
-def by_name_or_regex(entry: str, module: str) -> bool:
-    """compressed-tensors' own, in vLLM 0.33 compressed_tensors/utils.py is_equal_or_regex_match."""
-    return _matches(entry[3:], module) if entry.startswith("re:") else entry == module
+def _starts_or_ends_so(entries: Set[str], module: str) -> bool:
+    """Whether the module ends in an entry, or begins with one up to a dot, or is in one."""
+    places = range(len(module) + 1)
+    starts = (module[:at] for at in places if module[at : at + 1] in ("", ".") or module[at - 1 : at] == ".")
+    return any(start in entries for start in starts) or any(module[at:] in entries for at in places)
 
 
-def by_start_regex_or_end(entry: str, module: str) -> bool:
-    """transformers 5.23 quantizers_utils.py should_convert_module."""
-    return module.endswith(entry) or _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)
+def _has_part(entries: Set[str], module: str) -> bool:
+    """Whether an entry is a part of the name."""
+    if len(entries) < len(module) ** 2:
+        return any(entry in module for entry in entries)
+    places = range(len(module) + 1)
+    return any(module[at:end] in entries for at in places for end in places[at:])
 
 
-def by_glob(entry: str, module: str) -> bool:
-    """TensorRT-LLM models/modeling_utils.py is_module_excluded_from_quantization."""
-    return fnmatchcase(module, entry)
+_NONE, _REGEX, _GLOB = re.compile(r"(?!)"), re.compile(r"^re:"), re.compile(r"[*?\[]")
+_NO_NAME = re.compile(r"[^\w.-]|^\.|\.$")
 
+BY_NAME = Matching(_is_named, _NONE, lambda entry, module: False)
+"""vLLM 0.33 quant_utils.py is_layer_skipped, of `quant_method: fp8`."""
 
-def by_part_or_glob(entry: str, module: str) -> bool:
-    """vLLM 0.33 and SGLang 0.5.23 modelopt.py, is_layer_excluded."""
-    return entry in module or fnmatchcase(module, entry)
+BY_PATH = Matching(_is_below_one, _NONE, lambda entry, module: False)
+"""SGLang 0.5.23 fp8.py Fp8Config.from_config, utils.py is_layer_skipped."""
+
+BY_NAME_OR_REGEX = Matching(_is_named, _REGEX, lambda entry, module: _matches(entry[3:], module))
+"""compressed-tensors' own, in vLLM 0.33 compressed_tensors/utils.py is_equal_or_regex_match."""
+
+BY_START_REGEX_OR_END = Matching(
+    _starts_or_ends_so,
+    _NO_NAME,
+    lambda entry, module: module.endswith(entry) or _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module),
+)
+"""transformers 5.23 quantizers_utils.py should_convert_module, to which every entry is an expression: a dot between
+words is any letter there, and a dot here."""
+
+BY_GLOB = Matching(_is_named, _GLOB, lambda entry, module: fnmatchcase(module, entry))
+"""TensorRT-LLM models/modeling_utils.py is_module_excluded_from_quantization."""
+
+BY_PART_OR_GLOB = Matching(_has_part, _GLOB, lambda entry, module: entry in module or fnmatchcase(module, entry))
+"""vLLM 0.33 and SGLang 0.5.23 modelopt.py, is_layer_excluded."""
 
 
 SECONDS = 0.5

@@ -16,7 +16,7 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import IgnoreList, by_name_or_regex, by_part_or_glob, by_path
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
 from precisionctl.engines.required_keys import of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -81,11 +81,11 @@ ENGINE = Engine(
     fuses=True,
     reads_conv1d=True,
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), by_name_or_regex),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), by_part_or_glob),
-        ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), by_path),  # read as its own mxfp8
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), by_path),
-        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), by_path),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
+        ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH),  # read as its own mxfp8
+        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH),
+        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH),
     },
     demands={
         unsaid_activations("fp8", "mxfp8"): EngineRule(

@@ -6,7 +6,7 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
-from precisionctl.engines.ignore_lists import IgnoreList, by_glob, by_name_or_regex
+from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, IgnoreList
 from precisionctl.engines.required_keys import rotary_of_transformers_4
 from precisionctl.engines.rule import EngineRule
 
@@ -63,10 +63,10 @@ ENGINE = Engine(
     fuses=True,
     reads_conv1d=True,
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), by_name_or_regex),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), by_glob),
-        "fp8": IgnoreList(("modules_to_not_convert",), by_glob),
-        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), by_glob),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_GLOB),
+        "fp8": IgnoreList(("modules_to_not_convert",), BY_GLOB),
+        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_GLOB),
     },
     demands={
         said_twice_differently: EngineRule(

@@ -9,7 +9,7 @@ import re
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
-from precisionctl.engines.ignore_lists import IgnoreList, by_name_or_regex, by_start_regex_or_end
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
 from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -92,9 +92,9 @@ ENGINE = Engine(
     fuses=False,
     reads_conv1d=False,
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), by_name_or_regex),
-        "fp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
-        "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "fp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
+        "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
     },
     demands={
         unsaid_tensors: EngineRule(

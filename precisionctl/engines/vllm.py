@@ -19,7 +19,7 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import IgnoreList, by_name, by_name_or_regex, by_part_or_glob
+from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
 from precisionctl.engines.required_keys import of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -95,10 +95,10 @@ ENGINE = Engine(
     reads_conv1d=True,
     experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), by_name_or_regex),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), by_part_or_glob),
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), by_name),
-        "mxfp8": IgnoreList(("ignored_layers",), by_part_or_glob),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
+        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME),
+        "mxfp8": IgnoreList(("ignored_layers",), BY_PART_OR_GLOB),
     },
     demands={
         unsaid_activations("fp8"): EngineRule(
