@@ -12,11 +12,13 @@ import tempfile
 from types import SimpleNamespace
 
 import click
+import deepspeed_files
 import pico
 import pytest
 import torch
 from click.testing import CliRunner
 from command_line import run
+from safetensors.torch import load_file
 from training import contents
 
 from precisionctl import errors
@@ -404,10 +406,13 @@ def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
     plain, scaled = tmp_path / "plain model", tmp_path / "llama-3"
     pico.save(plain, "llama-2", dtype=torch.bfloat16)
     pico.save(scaled, "llama-3", dtype=torch.bfloat16)
+    trained = tmp_path / "run"
+    deepspeed_files.save(trained, deepspeed_files.states_of(load_file(plain / "model.safetensors")), 1, 2)
     begun = {
         "To continue in Megatron-LM: precisionctl launch-args ": [(plain, "megatron")],
         "To compare both: precisionctl verify ": [(scaled, "megatron"), (plain, "dcp"), (plain, "torchtitan")],
         "To see what it holds: precisionctl inspect ": [
+            (trained, "deepspeed", "--reference", plain),
             *((scaled, "megatron", *more) for more in (["--precision", "fp32"], ["--verify"])),
         ],
     }
