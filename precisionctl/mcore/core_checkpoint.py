@@ -7,24 +7,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
-from precisionctl.checkpoints.megatron.keys import COMPANIONS, directory_name, write_tracker
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, directory_name
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.megatron.towers import TowersWriter
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run_plan import RunPlan
 from precisionctl.trainer.saved.balance import balance_args
-from precisionctl.trainer.saved.run_folder import Saved, prune, sign
-from precisionctl.trainer.saved.saving import copy_towers
+from precisionctl.trainer.saved.run_folder import Saved, sign
+from precisionctl.trainer.saved.saving import complete, copy_towers
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -95,13 +93,7 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
                 writer.lay_out()
                 copy_towers(towers, plan.source, writer)
                 writer.finish(None)
-            if sidecar_state:
-                sidecar.write(output.partial / sidecar.RELATIVE, sidecar_state)
-            if encodings := weight_encodings(plan.source):
-                encodings_file.write(output.partial, encodings)
-            output.commit()
-            write_tracker(plan.out, run.step)
-            prune(plan.out, run.step, run.recipe.train.keep)
+            complete(output, run.step, sidecar_state, weight_encodings(plan.source), run.recipe.train.keep)
     run.world.barrier()
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
@@ -141,13 +142,8 @@ class Saver:
         if world.first:
             with disk_problems(iteration.output):
                 iteration.writer.finish(iteration.of_its_weights(iteration.fp8))
-                if sidecar_state := iteration.of_its_weights(iteration.collected) or iteration.carried:
-                    sidecar.write(iteration.output.partial / sidecar.RELATIVE, sidecar_state)
-                if self._encodings:
-                    encodings_file.write(iteration.output.partial, self._encodings)
-                iteration.output.commit()
-                write_tracker(self._out, iteration.step)
-                prune(self._out, iteration.step, self._run.recipe.train.keep)
+                beside = iteration.of_its_weights(iteration.collected) or iteration.carried
+                complete(iteration.output, iteration.step, beside, self._encodings, self._run.recipe.train.keep)
         world.barrier()
         self.newest = iteration.step
 
@@ -216,6 +212,20 @@ class PendingSave:
                     self._copy_towers(self.iteration.writer)
         except BaseException as error:
             self._error = error
+
+
+def complete(
+    output: Output, step: int, sidecar_state: Fp8States | None, encodings: WeightEncodings | None, keep: int
+) -> None:
+    """Finish an iteration whose tensors are written: add the state and the encodings that travel beside them, give it
+    its final name, make it the newest in its folder, and remove iterations beyond `keep`."""
+    if sidecar_state:
+        sidecar.write(output.partial / sidecar.RELATIVE, sidecar_state)
+    if encodings:
+        encodings_file.write(output.partial, encodings)
+    output.commit()
+    write_tracker(output.path.parent, step)
+    prune(output.path.parent, step, keep)
 
 
 def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
