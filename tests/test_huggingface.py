@@ -250,6 +250,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}, "sliding_attention": ROTATED}},
     ),
     "groups of experts by their probabilities": ("mistral4", {"n_group": 2}),
+    "heads of another size than those of the projections": ("mistral4", {"head_dim": 8}),
     "no causal mask": ("llama-3", {"is_causal": False}),
     "no causal mask, as null": ("gemma4", {"is_causal": None}),
     **{
@@ -270,7 +271,9 @@ def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: 
     family, changes = UNSUPPORTED[name]
     pico.save(tmp_path, family)
     edit_config(tmp_path, **changes)
-    with pytest.raises(UnknownArchitecture, match="known here has|rotary scaling of type|is_causal is"):
+    with pytest.raises(
+        UnknownArchitecture, match="known here has|rotary scaling of type|is_causal is|channels have positions"
+    ):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 

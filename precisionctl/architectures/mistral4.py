@@ -1,7 +1,8 @@
 """Mistral 4: DeepSeek-V3's latent attention and shared experts, experts chosen by softmax, queries as Ministral 3's.
 
-Traps: `partial_rotary_factor` says again what share of a head `qk_rope_head_dim` is; a config.json without rotary
-parameters has YaRN; its class saves the experts of a layer in one tensor. It is published in Mistral 3's wrapper.
+Traps: `partial_rotary_factor` and `head_dim` say again what share of a head `qk_rope_head_dim` is; a config.json
+without rotary parameters has YaRN; its class saves the experts of a layer in one tensor. It is published in Mistral 3's
+wrapper.
 """
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, size, tied
@@ -25,10 +26,11 @@ _ROPE = rope(
 def _read_rope(config: Config, where: object) -> Fields:
     fields = {**_ROPE.read(config, where)}
     turned, plain = (size(config, key, where) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
-    share = fields.pop("rotary_percent")
-    if share not in (1, turned / (turned + plain)):
-        what = f"partial_rotary_factor is {shown(share)}, and {turned} of {turned + plain} channels have positions"
-        raise UnknownArchitecture(what, where=where)
+    said = {"partial_rotary_factor": fields.pop("rotary_percent"), "head_dim": config.get("head_dim", turned + plain)}
+    for key, known in (("partial_rotary_factor", (1, turned / (turned + plain))), ("head_dim", (turned + plain,))):
+        if said[key] not in known:
+            what = f"{key} is {shown(said[key])}, and {turned} of {turned + plain} channels have positions"
+            raise UnknownArchitecture(what, where=where)
     return fields
 
 
@@ -50,7 +52,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("rope_interleave", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        Rule(_ROPE.keys, _read_rope, _write_rope),
+        Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
         tied(False),
     ),
     aliases=(TIED,),
