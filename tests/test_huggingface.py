@@ -324,6 +324,13 @@ def test_rotary_scaling_that_both_sides_have_is_read(tmp_path: Path, scaling: di
     assert HuggingFaceReader(tmp_path).model.rope_scaling == (scaling if "factor" in scaling else None)
 
 
+def test_frequencies_that_are_kept_are_not_below_those_that_are_divided(tmp_path: Path) -> None:
+    rope = pico.save(tmp_path, "llama-3").config.rope_parameters
+    edit_config(tmp_path, rope_parameters={**rope, "low_freq_factor": 16.0, "high_freq_factor": 4.0})
+    with pytest.raises(DamagedCheckpoint, match=r"low_freq_factor 16.0 above high_freq_factor 4.0"):
+        HuggingFaceReader(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 def test_rotary_parameters_may_be_said_twice(tmp_path: Path, kind: str) -> None:
     """In the words of transformers 4 and of 5, as exports have them; transformers reads the same of both."""

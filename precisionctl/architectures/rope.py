@@ -193,6 +193,9 @@ def _scaling(rope: dict[str, Any], config: Config, where: object) -> dict[str, A
             real(rope[name], name, where)
         if name in rope:
             scaling[name] = rope[name]
+    if kind == "llama3" and scaling["low_freq_factor"] > scaling["high_freq_factor"]:  # Llama 4 Scout's are equal
+        what = f"low_freq_factor {scaling['low_freq_factor']} above high_freq_factor {scaling['high_freq_factor']}"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
     for name in _LISTS if kind == "longrope" else ():
         scaling[name] = _factors(rope.get(name), name, where)
     if kind == "yarn":  # what transformers takes for what is not said
