@@ -317,6 +317,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
     "solar-open": {"model_type": "solar_open", **_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2},
     "youtu": {"model_type": "youtu", **_LATENTS, "q_lora_rank": 24, "tie_word_embeddings": True},
+    "hy-v3": {
+        "model_type": "hy_v3",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "mistral4": {
         "model_type": "mistral4",
         **_DEEPSEEK,

@@ -98,6 +98,11 @@ class Row:
         """Whether expert parallelism deals this parameter out."""
         return "{expert}" in self.megatron
 
+    def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Row:
+        """The row with parts of its names replaced, in Hugging Face and in Megatron."""
+        names = tuple(_replaced(name, hf) for name in self.hf)
+        return replace(self, names=names, megatron=_replaced(self.megatron, megatron or {}))
+
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
         here = self._in_its_layers(model)
@@ -193,7 +198,7 @@ class Either:
     for_engines: bool = False
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
-        """Both with parts of their names replaced, as `renamed` does it."""
+        """Both with parts of their names replaced, as a row's."""
         return replace(self, first=renamed(self.first, hf, megatron), second=renamed(self.second, hf, megatron))
 
 
@@ -303,14 +308,7 @@ def only_in(
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
-    return tuple(
-        replace(
-            row,
-            names=tuple(_replaced(name, hf) for name in row.hf),
-            megatron=_replaced(row.megatron, megatron or {}),
-        )
-        for row in rows
-    )
+    return tuple(row.renamed(hf, megatron) for row in rows)
 
 
 def _replaced(name: str, parts: Mapping[str, str]) -> str:
