@@ -326,6 +326,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
         "moe_intermediate_size": 32,
     },
+    "exaone-moe": {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "mistral4": {
         "model_type": "mistral4",
         **_DEEPSEEK,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import DamagedCheckpoint, UnmappedTensor
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
 from precisionctl.precision import Precision
+from precisionctl.trainer.measure.memory import Parameters
 from precisionctl.trainer.model.gpt import GPT
 
 NAMES: dict[str, dict[str, str]] = {
@@ -27,20 +28,37 @@ NAMES: dict[str, dict[str, str]] = {
         "eh_proj": "model.layers.3.eh_proj.weight",
         "final_layernorm": "model.layers.3.final_layernorm.weight",
     },
+    # vllm/model_executor/models/exaone_moe_mtp.py, models/exaone/exaone_moe/exaone_moe_bridge.py
+    "exaone-moe": {
+        "layer": "mtp.layers.0.",
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight",
+        "final_layernorm": "mtp.norm.weight",
+    },
 }
 """By family: where the layer's own tensors are, and the four others by their names in Megatron."""
-SAID: dict[str, dict[str, Any]] = {"hy-v3": {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1}}
-OF_LAYER = {"hy-v3": ("mlp.experts.linear_fc1.weight7", "mlp.router.expert_bias", "pre_mlp_layernorm.weight")}
+SAID: dict[str, dict[str, Any]] = {
+    "hy-v3": {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
+    "exaone-moe": {"num_nextn_predict_layers": 1},
+}
+LIKE = {"hy-v3": 2, "exaone-moe": 0}
+"""The decoder's layer that has the same tensors: with experts, or dense."""
+OF_LAYER = {
+    "hy-v3": ("mlp.experts.linear_fc1.weight7", "mlp.router.expert_bias", "pre_mlp_layernorm.weight"),
+    "exaone-moe": ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight"),
+}
 """Some of the layer's parameters in Megatron."""
 
 
 def published(folder: Path, family: str) -> dict[str, Tensor]:
-    """As transformers saves a model, with a random prediction layer like the decoder's last."""
+    """As transformers saves a model, with a random prediction layer."""
     pico.save(folder, family, dtype=torch.bfloat16)
     tensors, names = load_file(folder / "model.safetensors"), NAMES[family]
     torch.manual_seed(1)
-    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
-        tensors[name.replace("model.layers.2.", names["layer"])] = torch.randn_like(tensors[name])
+    like = f"model.layers.{LIKE[family]}."
+    for name in [name for name in tensors if name.startswith(like)]:
+        tensors[name.replace(like, names["layer"])] = torch.randn_like(tensors[name])
     for ours, name in names.items():
         if ours != "layer":
             shape = (64, 128) if ours == "eh_proj" else (64,)
@@ -77,6 +95,15 @@ def test_the_trainer_carries_exactly_the_parameters_of_the_plan(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("family", NAMES)
+def test_memory_counts_the_prediction_layer(tmp_path: Path, family: str) -> None:
+    """Of matrices: norms and biases are neglected."""
+    published(tmp_path, family)
+    megatron = to_megatron(HuggingFaceReader(tmp_path))
+    matrices = sum(each.numel() for each in megatron.tensors.values() if each.dim() == 2)
+    assert Parameters.of(megatron.model).all == matrices
+
+
+@pytest.mark.parametrize("family", NAMES)
 def test_a_config_of_megatrons_says_the_prediction_layer_again(tmp_path: Path, family: str) -> None:
     published(tmp_path, family)
     model = HuggingFaceReader(tmp_path).model
@@ -100,3 +127,17 @@ def test_dense_layers_of_hy3_that_transformers_does_not_heed_are_refused(said: o
         from_hf_config(config | {"first_k_dense_replace": said})
     with pytest.raises(DamagedCheckpoint, match="expert_hidden_dim"):
         from_hf_config(config | {"expert_hidden_dim": 48})
+
+
+def test_more_than_the_one_layer_that_exaone_has_is_refused() -> None:
+    config = pico.make("exaone-moe").config.to_dict()
+    with pytest.raises(UnknownArchitecture, match="num_nextn_predict_layers=2"):
+        from_hf_config(config | {"num_nextn_predict_layers": 2})
+
+
+@pytest.mark.parametrize("key", ["swiglu_limits", "sliding_windows"])
+def test_what_transformers_does_not_compute_of_exaones_settings_is_refused(key: str) -> None:
+    config = pico.make("exaone-moe").config.to_dict()
+    assert from_hf_config(config | {key: None}) == from_hf_config(config)
+    with pytest.raises(UnknownArchitecture, match=f"{key}="):
+        from_hf_config(config | {key: [4.0] * 4})

@@ -140,8 +140,7 @@ class Row:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
         if "{mtp}" in self.megatron:
             for mtp in range(model.mtp_num_layers):
-                # Megatron builds them of the decoder's last layer
-                if self._in_layer(model, model.num_layers - 1):
+                if self._in_layer(model.of_prediction, model.num_layers - 1):
                     yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
         elif "{layer}" in self.megatron:
             for layer in range(model.num_layers):
@@ -153,7 +152,7 @@ class Row:
     def count(self, model: ModelShape) -> int:
         """How many places there are, without listing them."""
         if "{mtp}" in self.megatron:
-            number = model.mtp_num_layers * self._in_layer(model, model.num_layers - 1)
+            number = model.mtp_num_layers * self._in_layer(model.of_prediction, model.num_layers - 1)
         elif "{layer}" in self.megatron:
             number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
         else:

@@ -32,7 +32,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
-    "mtp_num_layers": ANY,  # carried along: no logits come from them
+    **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),

@@ -10,7 +10,6 @@ experts of a token. Of V, G and F a tensor rank has a part.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -335,7 +334,7 @@ class MTPLayer(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         norm, size = norm_of(model), model.hidden_size
-        model = replace(model, gdn=None)  # it has attention, whatever the decoder's last layer has
+        model = model.of_prediction
         self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
         self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
         self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
