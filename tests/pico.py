@@ -338,6 +338,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "afmoe": {
+        "model_type": "afmoe",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+    },
     "mistral4": {
         "model_type": "mistral4",
         **_DEEPSEEK,
@@ -480,7 +491,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$", name):
+            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$|router\.gate\.weight$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
                 tensor.copy_(tensor.bfloat16())

@@ -34,13 +34,18 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    dense = size(config, "first_k_dense_replace", where) if config.get("first_k_dense_replace") else 0
-    return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
+def leading_dense(key: str, default: int = 0) -> Rule:
+    """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
+    def read(config: Config, where: object) -> Fields:
+        said = {key: default} | dict(config)
+        dense = size(said, key, where) if said[key] else 0
+        return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
 
-def _write_layers(model: ModelShape) -> Config:
-    return {"first_k_dense_replace": sum(not model.has_experts(layer) for layer in range(model.num_layers))}
+    def write(model: ModelShape) -> Config:
+        return {key: sum(not model.has_experts(layer) for layer in range(model.num_layers))}
+
+    return Rule((key,), read, write)
 
 
 def shared_experts(key: str, default: int | None = None) -> Rule:
@@ -69,7 +74,7 @@ EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
 
 EXPERTS: tuple[Entry, ...] = (
     *EXPERTS_OF_A_LAYER,
-    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
+    leading_dense("first_k_dense_replace"),
 )
 
 _MLPS = {"dense": False, "sparse": True}

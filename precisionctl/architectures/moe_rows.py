@@ -18,6 +18,17 @@ MOE_NORM = (
     ),
 )
 
+POST_MOE_NORM = (
+    Row(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        layers="moe",
+    ),
+)
+"""Of what routed and shared experts give together."""
+
 ROUTER = (
     Row(
         "model.layers.{layer}.mlp.gate.weight",
