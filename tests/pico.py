@@ -349,6 +349,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "route_scale": 2.5,
         "mup_enabled": True,
     },
+    "mellum": {
+        "model_type": "mellum",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "rope_parameters": {
+            "full_attention": YARN_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    },
     "mistral4": {
         "model_type": "mistral4",
         **_DEEPSEEK,

@@ -36,17 +36,27 @@ NAMES: dict[str, dict[str, str]] = {
         "eh_proj": "mtp.fc.weight",
         "final_layernorm": "mtp.norm.weight",
     },
+    # transformers/conversion_mapping.py, "Mellum checkpoint layout"
+    "mellum": {
+        "layer": "mtp.layers.0.",
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight",
+        "final_layernorm": "mtp.norm.weight",
+    },
 }
 """By family: where the layer's own tensors are, and the four others by their names in Megatron."""
 SAID: dict[str, dict[str, Any]] = {
     "hy-v3": {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
     "exaone-moe": {"num_nextn_predict_layers": 1},
+    "mellum": {"num_nextn_predict_layers": 1},
 }
-LIKE = {"hy-v3": 2, "exaone-moe": 0}
+LIKE = {"hy-v3": 2, "exaone-moe": 0, "mellum": 1}
 """The decoder's layer that has the same tensors: with experts, or dense."""
 OF_LAYER = {
     "hy-v3": ("mlp.experts.linear_fc1.weight7", "mlp.router.expert_bias", "pre_mlp_layernorm.weight"),
     "exaone-moe": ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "mellum": ("mlp.experts.linear_fc2.weight7", "pre_mlp_layernorm.weight"),
 }
 """Some of the layer's parameters in Megatron."""
 
@@ -141,3 +151,13 @@ def test_what_transformers_does_not_compute_of_exaones_settings_is_refused(key: 
     assert from_hf_config(config | {key: None}) == from_hf_config(config)
     with pytest.raises(UnknownArchitecture, match=f"{key}="):
         from_hf_config(config | {key: [4.0] * 4})
+
+
+def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
+    config = pico.make("mellum").config.to_dict() | {"num_mtp_layers": 1}
+    model = from_hf_config(config | {"mtp_mlp_layer_types": ["dense"]})
+    assert model.mtp_dense and from_hf_config(to_hf_config(model, "bfloat16")) == model
+    assert not from_hf_config(config | {"mtp_mlp_layer_types": ["sparse"]}).mtp_dense
+    for key, value in {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 2, "mtp_mlp_layer_types": [1]}.items():
+        with pytest.raises(UnknownArchitecture):
+            from_hf_config(config | {key: value})
