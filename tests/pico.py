@@ -197,6 +197,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
     "gemma": {"model_type": "gemma", "head_dim": 32},
+    "glm": {"model_type": "glm", "head_dim": 16},
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
