@@ -38,7 +38,7 @@ CORE_LATER = (
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
-CORE_LOADS = ("granite", "granite-moe", "hunyuan", "llama4", "ministral3", "mistral4", "mellum")
+CORE_LOADS = ("granite", "granite-moe", "hunyuan", "llama4", "ministral3", "mistral4", "mellum", "hunyuan-moe")
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
 BRIDGE: dict[str, dict[str, Any]] = {

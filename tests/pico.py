@@ -266,6 +266,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
     },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_topk": [3, 3],
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
     "ministral3": {
         "model_type": "ministral3",
         "head_dim": 16,

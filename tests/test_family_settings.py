@@ -25,6 +25,8 @@ REFUSED = [
     ("afmoe", "attention_bias", True),
     ("afmoe", "score_func", "softmax"),
     ("afmoe", "n_group", 2),
+    ("hunyuan-moe", "moe_topk", [3, 2]),
+    ("hunyuan-moe", "use_cla", True),
 ]
 
 
