@@ -125,6 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "nemotron": {"model_type": "nemotron", "head_dim": 16},
     "nemotron-biases": {"model_type": "nemotron", "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "jais2": {"model_type": "jais2"},
     "gpt2": {"model_type": "gpt2", **_GPT},
     "gemma2": {
         "model_type": "gemma2",

@@ -205,15 +205,20 @@ SIZES: tuple[Entry, ...] = (
 SIZES_BESIDE_MLP = tuple(entry for entry in SIZES if "intermediate_size" not in entry.keys)
 """Where `intermediate_size` is not a dense MLP's."""
 
-ATTENTION_BIAS = Rule(
-    ("attention_bias",),
-    lambda config, where: {
-        "qkv_bias": bool(config.get("attention_bias")),
-        "proj_bias": bool(config.get("attention_bias")),
-    },
-    lambda model: {"attention_bias": True} if model.proj_bias else {},
-)
-"""One switch for the attention's four linears."""
+
+def attention_bias(default: bool) -> Rule:
+    """One switch for the attention's four linears; `default` where the key is absent."""
+
+    def read(config: Config, where: object) -> Fields:
+        return dict.fromkeys(("qkv_bias", "proj_bias"), bool(config.get("attention_bias", default)))
+
+    def write(model: ModelShape) -> Config:
+        return {} if model.proj_bias == default else {"attention_bias": model.proj_bias}
+
+    return Rule(("attention_bias",), read, write)
+
+
+ATTENTION_BIAS = attention_bias(False)
 
 
 def activation(key: str, names: Mapping[str, Activation], default: str | None = None) -> Rule:

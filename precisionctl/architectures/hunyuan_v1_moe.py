@@ -37,9 +37,7 @@ def _read_topk(config: Config, where: object) -> Fields:
         return {"moe.topk": said}
     if not said or any(each != said[0] for each in said):
         what = f"moe_topk={shown(said)}"
-        raise UnknownArchitecture(
-            what, where=where, do="Known are tables with as many experts of a token in all layers."
-        )
+        raise UnknownArchitecture(what, where=where, do="Known are as many experts of a token in all layers.")
     return {"moe.topk": said[0]}
 
 
