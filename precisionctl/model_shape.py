@@ -255,6 +255,10 @@ class ModelShape:
         return self.pre_layernorms and not self.one_layernorm
 
     @property
+    def layer_norms(self) -> bool:
+        return self.normalization == "LayerNorm"
+
+    @property
     def learned_positions(self) -> bool:
         return self.position_embedding == "learned_absolute"
 

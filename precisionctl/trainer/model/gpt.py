@@ -289,7 +289,8 @@ class Layer(nn.Module):
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
         moe = model.moe if model.has_experts(number) else None
-        self.pre_mlp_layernorm = backend.norm(size, norm) if moe and not moe.own_norms else nn.Identity()
+        own_norm = moe and not moe.own_norms and not model.one_layernorm
+        self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:
             self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
