@@ -38,7 +38,10 @@ CORE_LATER = (
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
-CORE_LOADS = ("granite", "granite-moe", "hunyuan", "llama4", "ministral3", "mistral4", "mellum", "hunyuan-moe")
+CORE_LOADS = (
+    *("granite", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite-swa", "hunyuan", "hunyuan-moe"),
+    *("llama4", "ministral3", "mistral4", "mellum"),
+)
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
 BRIDGE: dict[str, dict[str, Any]] = {

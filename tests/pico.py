@@ -218,6 +218,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite": {"model_type": "granite", **_GRANITE, "mlp_bias": True},
     "granite-moe": {"model_type": "granitemoe", **_GRANITE, "num_local_experts": 4},
+    "granite-moe-shared": {
+        "model_type": "granitemoeshared",
+        **_GRANITE,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+    },
+    "granite-swa": {
+        "model_type": "granite_swa",
+        **_GRANITE,
+        "num_hidden_layers": 6,
+        "sliding_window": 8,
+        "layer_rope_theta": [500000.0, 10000.0, 0, 10000.0, 0, 10000.0],
+    },
+    "granite-moe-swa": {
+        "model_type": "granitemoe_swa",
+        **_GRANITE,
+        "num_hidden_layers": 3,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+        "sliding_window": 8,
+        "layer_rope_theta": [0, 10000.0, 10000.0],
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
     "smollm3-window": {
         "model_type": "smollm3",

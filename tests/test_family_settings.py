@@ -27,6 +27,7 @@ REFUSED = [
     ("afmoe", "n_group", 2),
     ("hunyuan-moe", "moe_topk", [3, 2]),
     ("hunyuan-moe", "use_cla", True),
+    ("granite-swa", "layer_rope_theta", [1.0, 2.0, 3.0, 2.0, 0, 2.0]),
     ("cohere2-moe", "use_parallel_block", False),
     ("cohere2-moe", "expert_selection_fn", "tanh"),
     ("cohere2-moe", "shared_expert_combination_strategy", "max"),

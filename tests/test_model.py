@@ -90,6 +90,8 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("afmoe", {"embedding_multiplier": 1.0}),
     ("mellum", {"rotary_base_local": None}),
     ("hunyuan-moe", {"qk_layernorm_after_rope": False}),
+    ("granite-swa", {"rope_layers": None}),
+    ("granite-swa", {"rotary_base_local": None}),
     ("cohere2-moe", {"rope_layers": None}),
     ("cohere2-moe", {"moe.pre_softmax": False}),
     ("cohere2-moe", {"moe.shared_average": False}),

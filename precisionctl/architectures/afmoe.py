@@ -18,7 +18,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     all_but_every,
     layer_types,
-    layers_in_window,
+    layers_with_window,
     size,
     sliding_window,
     tied,
@@ -31,7 +31,6 @@ from precisionctl.architectures.moe_rows import POST_MOE_NORM
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rearrangements import QGKV
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS
 
@@ -46,9 +45,7 @@ _RENAMED = {
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    in_window = layers_in_window(config, where, _LOCAL)
-    if any(in_window) and config.get("sliding_window", 1024) is None:
-        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
+    in_window = layers_with_window(config, where, _LOCAL, 1024)
     return {**_WINDOW.read(config, where), "rope_layers": None if all(in_window) else tuple(in_window)}
 
 

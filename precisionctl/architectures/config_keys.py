@@ -310,6 +310,17 @@ def layers_in_window(config: Config, where: object, local: Callable[[Config, int
     return local(config, layers(config, where)) if listed is None else listed
 
 
+def layers_with_window(
+    config: Config, where: object, local: Callable[[Config, int], list[bool]], absent: int
+) -> list[bool]:
+    """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
+    layers with a window that is null: transformers makes no mask for them."""
+    in_window = layers_in_window(config, where, local)
+    if any(in_window) and config.get("sliding_window", absent) is None:
+        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
+    return in_window
+
+
 def layer_types(model: ModelShape) -> list[str]:
     """What each layer sees, in the words of config.json."""
     windows = model.window_layers or (model.sliding_window is not None,) * model.num_layers

@@ -75,6 +75,20 @@ SHARED_EXPERTS = (
     ),
 )
 
+JOINED_SHARED_EXPERT = (
+    Row(  # gate, then up, on both sides
+        "model.layers.{layer}.shared_mlp.input_linear.weight",
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
+        ("shared_fc1_size", "hidden_size"),
+        parallel=GATED_ROWS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
+    ),
+    *renamed(SHARED_EXPERTS[1:], {"mlp.shared_experts.down_proj": "shared_mlp.output_linear"}),
+)
+"""Whose gate and up come in one tensor (Granite)."""
+
 GATED_SHARED_EXPERT = (
     *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
     Row(
