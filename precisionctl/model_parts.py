@@ -32,12 +32,13 @@ class MoE:
     """Layers whose MLP is a mixture of experts; the fields are Megatron's `--moe-*` and `--num-experts`.
 
     `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax`
-    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` divided by the sum over the chosen
-    ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
-    chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
-    alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
-    give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
-    multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
+    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid`, which is divided by the sum over the chosen
+    ones unless `pre_softmax`; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of
+    `num_groups` are chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added
+    for the choice alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the
+    shared experts give is multiplied by the sigmoid of one more projection of the token. With `shared_average` what
+    they and the routed ones give is averaged, and not added. With `probs_on_input` what an expert reads is multiplied
+    by its score, which is then divided by no sum, and what it gives is added as it is.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
@@ -59,6 +60,7 @@ class MoE:
     group_topk: int | None = None
     group_scores: int | None = None
     shared_expert_gate: bool = False
+    shared_average: bool = False
     probs_on_input: bool = False
     own_norms: bool = False
 
@@ -89,10 +91,10 @@ class MoE:
         used: dict[str, object] = {f"moe.{name}": value for name, value in vars(self).items()}
         if self.num_groups is None or self.group_topk in (None, self.num_groups):
             used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
-        if self.score_function == "sigmoid":
+        if self.score_function == "sigmoid" and self.probs_on_input:
             used["moe.pre_softmax"] = None
         if self.shared_ffn_hidden_size is None:
-            used["moe.shared_expert_gate"] = None
+            used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
         return used if any(self.layer_freq) else {}
 
 

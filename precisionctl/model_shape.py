@@ -55,7 +55,8 @@ class ModelShape:
     `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
     added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
 
-    With a `wrapper` this is the text model in it.
+    Layers of multi-token prediction are made as the decoder's last one is, but with attention, and where they are
+    `mtp_dense` without experts. With a `wrapper` this is the text model in it.
     """
 
     architecture: str
@@ -123,6 +124,7 @@ class ModelShape:
     gdn: GatedDeltaNet | None = None
     mamba: Mamba2 | None = None
     mtp_num_layers: int = 0
+    mtp_dense: bool = False
     wrapper: Wrapper | None = None
 
     def __post_init__(self) -> None:
@@ -171,6 +173,11 @@ class ModelShape:
         """The model for each kind of attention that its layers have."""
         kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
         return tuple(map(self.attention_of, kinds))
+
+    @property
+    def of_prediction(self) -> "ModelShape":
+        """The model whose last layer is made as its layers of multi-token prediction are."""
+        return replace(self, gdn=None, moe=None if self.mtp_dense else self.moe)
 
     @property
     def rotary_size(self) -> int:
@@ -246,6 +253,10 @@ class ModelShape:
         """Whether norms before attention and MLP are part of the linears that read them (but not before latent
         attention and experts, where there is no such linear)."""
         return self.pre_layernorms and not self.one_layernorm
+
+    @property
+    def layer_norms(self) -> bool:
+        return self.normalization == "LayerNorm"
 
     @property
     def learned_positions(self) -> bool:
@@ -405,7 +416,7 @@ STORED = (
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
-TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers")
+TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense")
 """Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
 and the other not, change no function, and no logits come from prediction layers."""
 

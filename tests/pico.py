@@ -125,6 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "nemotron": {"model_type": "nemotron", "head_dim": 16},
     "nemotron-biases": {"model_type": "nemotron", "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "jais2": {"model_type": "jais2"},
     "gpt2": {"model_type": "gpt2", **_GPT},
     "gemma2": {
         "model_type": "gemma2",
@@ -197,6 +198,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
     "gemma": {"model_type": "gemma", "head_dim": 32},
+    "glm": {"model_type": "glm", "head_dim": 16},
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
@@ -216,6 +218,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite": {"model_type": "granite", **_GRANITE, "mlp_bias": True},
     "granite-moe": {"model_type": "granitemoe", **_GRANITE, "num_local_experts": 4},
+    "granite-moe-shared": {
+        "model_type": "granitemoeshared",
+        **_GRANITE,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+    },
+    "granite-swa": {
+        "model_type": "granite_swa",
+        **_GRANITE,
+        "num_hidden_layers": 6,
+        "sliding_window": 8,
+        "layer_rope_theta": [500000.0, 10000.0, 0, 10000.0, 0, 10000.0],
+    },
+    "granite-moe-swa": {
+        "model_type": "granitemoe_swa",
+        **_GRANITE,
+        "num_hidden_layers": 3,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+        "sliding_window": 8,
+        "layer_rope_theta": [0, 10000.0, 10000.0],
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
     "smollm3-window": {
         "model_type": "smollm3",
@@ -233,6 +257,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 8},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "num_hidden_layers": 4, "sliding_window": 8},
+    "cohere2-moe": {
+        "model_type": "cohere2_moe",
+        "logit_scale": 0.5,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "num_shared_experts": 2,
+        "rms_norm_eps": 1e-6,
+    },
+    "cohere2-moe-layer-norm": {
+        "model_type": "cohere2_moe",
+        "logit_scale": 0.5,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_sliding_window_pattern": 2,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+    },
     "ernie4-5": {"model_type": "ernie4_5", "head_dim": 32},
     "exaone4": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 8},
     "arcee": {"model_type": "arcee"},
@@ -263,6 +314,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",
         "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_topk": [3, 3],
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
     },
     "ministral3": {
@@ -317,6 +375,53 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
     "solar-open": {"model_type": "solar_open", **_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2},
     "youtu": {"model_type": "youtu", **_LATENTS, "q_lora_rank": 24, "tie_word_embeddings": True},
+    "hy-v3": {
+        "model_type": "hy_v3",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "exaone-moe": {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+    },
+    "mellum": {
+        "model_type": "mellum",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "rope_parameters": {
+            "full_attention": YARN_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    },
     "mistral4": {
         "model_type": "mistral4",
         **_DEEPSEEK,
@@ -459,7 +564,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$", name):
+            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$|router\.gate\.weight$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
                 tensor.copy_(tensor.bfloat16())

@@ -150,6 +150,7 @@ UNTOLD = {
     "seed-oss": {"architecture": "qwen2"},
     "ministral": {"architecture": "mistral"},
     "solar-open": {"architecture": "glm4_moe"},
+    "hy-v3": {"architecture": "dots1"},
 }
 """What Megatron's arguments have no words for, and what is read instead."""
 

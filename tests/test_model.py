@@ -84,6 +84,17 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("gpt-neox", {"parallel_residual": False}),
     ("olmo3", {"rotary_base_local": None}),
     ("dots1", {"window_layers": None}),
+    ("hy-v3", {"moe.topk_scaling_factor": 1.0}),
+    ("exaone-moe", {"rope_layers": None}),
+    ("afmoe", {"rope_layers": None}),
+    ("afmoe", {"embedding_multiplier": 1.0}),
+    ("mellum", {"rotary_base_local": None}),
+    ("hunyuan-moe", {"qk_layernorm_after_rope": False}),
+    ("granite-swa", {"rope_layers": None}),
+    ("granite-swa", {"rotary_base_local": None}),
+    ("cohere2-moe", {"rope_layers": None}),
+    ("cohere2-moe", {"moe.pre_softmax": False}),
+    ("cohere2-moe", {"moe.shared_average": False}),
 ]
 """What no tensor's shape shows."""
 

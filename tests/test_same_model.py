@@ -321,6 +321,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "expert_bias": False,
             "router_bias": True,
             "shared_expert_gate": True,
+            "shared_average": True,
             "probs_on_input": True,
             "own_norms": True,
         }.items()
@@ -331,6 +332,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         for name, value in {"num_query_groups": 4, "kv_channels": 4, "keys_are_values": False}.items()
     ),
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
+    (with_fields(EXPERTS, {"moe.score_function": "sigmoid"}), {"moe.pre_softmax": False}),
     (DENSE, {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}),
     (DELTA, {"gdn.num_key_heads": 4}),
     (DELTA, {"gdn.layers": (False, True)}),
@@ -353,6 +355,7 @@ ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
 SIGMOID = with_fields(EXPERTS, {"moe.score_function": "sigmoid"})
+ON_INPUT = with_fields(SIGMOID, {"moe.probs_on_input": True})
 NO_SHARED = with_fields(EXPERTS, {"moe.shared_ffn_hidden_size": None})
 UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"max_position_embeddings": 64}),
@@ -364,6 +367,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
+    (NO_SHARED, {"moe.shared_average": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
@@ -384,7 +388,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (ALL_EXPERTS, {"ffn_hidden_size": 9}),
     (NO_GROUPS, {"moe.num_groups": 4}),
     (NO_GROUPS, {"moe.num_groups": 4, "moe.group_topk": 4, "moe.group_scores": 2}),
-    (SIGMOID, {"moe.pre_softmax": False}),
+    (ON_INPUT, {"moe.pre_softmax": False}),
 ]
 """Models, and what none of their layers uses."""
 

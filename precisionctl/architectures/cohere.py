@@ -8,9 +8,9 @@ from precisionctl.architectures.llama_rows import ATTENTION, FINAL_NORM, MLP, RO
 from precisionctl.architectures.param_map import Architecture, Condition, Row
 from precisionctl.architectures.rope import rope
 
-_BIAS = Condition("norm_bias")
+_BIAS = Condition("norm_bias", ("layer_norms",))
 
-ROWS = model_rows(
+NORM = (
     *SEPARATE_NORM,
     Row(
         "model.layers.{layer}.input_layernorm.bias",
@@ -18,30 +18,32 @@ ROWS = model_rows(
         ("hidden_size",),
         present=_BIAS,
     ),
-    *ATTENTION,
-    *MLP,
-    ending=(*FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS)),
 )
+LAST_NORM = (*FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS))
+
+ROWS = model_rows(*NORM, *ATTENTION, *MLP, ending=LAST_NORM)
 
 COMMON: tuple[Entry, ...] = (
     *SIZES,
     HEADS,
     ATTENTION_BIAS,
     SILU,
-    Always("normalization", "LayerNorm"),
     Always("norm_bias", False),
     Always("parallel_residual", True),
     Always("shared_layernorm", True),
     Always("rotary_interleaved", True),
     Key("logit_multiplier", "logit_scale", 0.0625),
-    Key("norm_epsilon", "layer_norm_eps", 1e-5),
     tied(True),
+)
+LAYER_NORM: tuple[Entry, ...] = (
+    Always("normalization", "LayerNorm"),
+    Key("norm_epsilon", "layer_norm_eps", 1e-5),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"cohere": "CohereForCausalLM"},
     rows=ROWS,
-    config=(*COMMON, Only("use_qk_norm", False), rope(500000.0)),
+    config=(*COMMON, *LAYER_NORM, Only("use_qk_norm", False), rope(500000.0)),
     aliases=(TIED,),
     derived=ROTARY,
     names_by="this project",

@@ -3,7 +3,7 @@
 Trap: without a window at all, no layer has rotary embeddings.
 """
 
-from precisionctl.architectures.cohere import COMMON, ROWS
+from precisionctl.architectures.cohere import COMMON, LAYER_NORM, ROWS
 from precisionctl.architectures.config_keys import (
     Config,
     Fields,
@@ -32,6 +32,7 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
+        *LAYER_NORM,
         rope(),
         sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
         Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers),

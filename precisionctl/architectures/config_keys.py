@@ -205,15 +205,20 @@ SIZES: tuple[Entry, ...] = (
 SIZES_BESIDE_MLP = tuple(entry for entry in SIZES if "intermediate_size" not in entry.keys)
 """Where `intermediate_size` is not a dense MLP's."""
 
-ATTENTION_BIAS = Rule(
-    ("attention_bias",),
-    lambda config, where: {
-        "qkv_bias": bool(config.get("attention_bias")),
-        "proj_bias": bool(config.get("attention_bias")),
-    },
-    lambda model: {"attention_bias": True} if model.proj_bias else {},
-)
-"""One switch for the attention's four linears."""
+
+def attention_bias(default: bool) -> Rule:
+    """One switch for the attention's four linears; `default` where the key is absent."""
+
+    def read(config: Config, where: object) -> Fields:
+        return dict.fromkeys(("qkv_bias", "proj_bias"), bool(config.get("attention_bias", default)))
+
+    def write(model: ModelShape) -> Config:
+        return {} if model.proj_bias == default else {"attention_bias": model.proj_bias}
+
+    return Rule(("attention_bias",), read, write)
+
+
+ATTENTION_BIAS = attention_bias(False)
 
 
 def activation(key: str, names: Mapping[str, Activation], default: str | None = None) -> Rule:
@@ -303,6 +308,17 @@ def layers_in_window(config: Config, where: object, local: Callable[[Config, int
     """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
     listed = listed_layers(config, _WINDOWS, where)
     return local(config, layers(config, where)) if listed is None else listed
+
+
+def layers_with_window(
+    config: Config, where: object, local: Callable[[Config, int], list[bool]], absent: int
+) -> list[bool]:
+    """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
+    layers with a window that is null: transformers makes no mask for them."""
+    in_window = layers_in_window(config, where, local)
+    if any(in_window) and config.get("sliding_window", absent) is None:
+        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
+    return in_window
 
 
 def layer_types(model: ModelShape) -> list[str]:

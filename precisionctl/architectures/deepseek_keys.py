@@ -34,37 +34,47 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    dense = size(config, "first_k_dense_replace", where) if config.get("first_k_dense_replace") else 0
-    return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
+def leading_dense(key: str, default: int = 0) -> Rule:
+    """How many layers, the first ones, have no experts; `default` where the key is absent."""
+
+    def read(config: Config, where: object) -> Fields:
+        said = {key: default} | dict(config)
+        dense = size(said, key, where) if said[key] else 0
+        return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
+
+    def write(model: ModelShape) -> Config:
+        return {key: sum(not model.has_experts(layer) for layer in range(model.num_layers))}
+
+    return Rule((key,), read, write)
 
 
-def _write_layers(model: ModelShape) -> Config:
-    return {"first_k_dense_replace": sum(not model.has_experts(layer) for layer in range(model.num_layers))}
+def shared_experts(key: str, default: int | None = None) -> Rule:
+    """How many shared experts there are, each as large as a routed one; `default` where the key is absent."""
 
+    def read(config: Config, where: object) -> Fields:
+        said = {key: default} | dict(config)
+        if not said[key]:
+            return {}
+        return {"moe.shared_ffn_hidden_size": size(said, key, where) * size(config, "moe_intermediate_size", where)}
 
-def _read_shared(config: Config, where: object) -> Fields:
-    if not config.get("n_shared_experts"):
-        return {}
-    shared = size(config, "n_shared_experts", where)
-    return {"moe.shared_ffn_hidden_size": shared * size(config, "moe_intermediate_size", where)}
+    def write(model: ModelShape) -> Config:
+        shared = model.moe.shared_ffn_hidden_size if model.moe else None
+        none = None if default is None else 0
+        return {key: shared // model.moe.ffn_hidden_size if model.moe and shared else none}
 
-
-def _write_shared(model: ModelShape) -> Config:
-    shared = model.moe.shared_ffn_hidden_size if model.moe else None
-    return {"n_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else None}
+    return Rule((key,), read, write)
 
 
 EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
     Key("moe.num_experts", "n_routed_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-    Rule(("n_shared_experts",), _read_shared, _write_shared),
+    shared_experts("n_shared_experts"),
 )
 
 EXPERTS: tuple[Entry, ...] = (
     *EXPERTS_OF_A_LAYER,
-    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
+    leading_dense("first_k_dense_replace"),
 )
 
 _MLPS = {"dense": False, "sparse": True}

@@ -140,20 +140,24 @@ _HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
 _MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
 
 
-def decoder(attention: tuple[Row, ...], experts: tuple[Either, ...] = EXPERTS) -> tuple[Row | Either, ...]:
+ROUTING: tuple[Row | Either, ...] = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
+"""What layers with experts have beside these."""
+
+
+def decoder(
+    attention: tuple[Row, ...], experts: tuple[Either, ...] = EXPERTS, routing: tuple[Row | Either, ...] = ROUTING
+) -> tuple[Row | Either, ...]:
     """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
-    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *experts)
+    return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)
 
 
-def prediction(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
+def prediction(
+    attention: tuple[Row, ...], routing: tuple[Row | Either, ...] = ROUTING, last_norm: str = "shared_head.norm"
+) -> tuple[Row | Either, ...]:
     """Layers of multi-token prediction, of the same attention."""
-    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
-    return (
-        *_BEFORE,
-        *renamed(layer, _HF, _MEGATRON),
-        *(each.renamed(_HF, _MEGATRON) for each in EXPERTS),
-        _AFTER,
-    )
+    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *EXPERTS)
+    after = _AFTER.renamed({"shared_head.norm": last_norm})
+    return (*_BEFORE, *(each.renamed(_HF, _MEGATRON) for each in layer), after)
 
 
 MTP_ALIASES = (

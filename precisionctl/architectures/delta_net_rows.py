@@ -7,7 +7,7 @@ the delta net gives is an ordinary one, where all others store their factor less
 
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
-from precisionctl.architectures.param_map import Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Either, Row, only_in
 from precisionctl.architectures.rearrangements import GAMMA, ORDINARY_GAMMA, Rearrangement
 from precisionctl.param import COLUMNS, CONV_PARTS, IN_PROJ_PARTS, ROWS, Parallel
 
@@ -67,6 +67,9 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
     )
 
 
+_HF_NAMES = {"model.layers.{layer}.": "mtp.layers.{mtp}."}
+_MEGATRON_NAMES = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+
 DENSE: tuple[Row | Either, ...] = (*MLP_NORM, *MLP)
 SPARSE: tuple[Row | Either, ...] = (*MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS)
 """MLPs of layers, of both kinds."""
@@ -80,14 +83,6 @@ def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
         Row(  # the embedding's half, then the hidden state's, on both sides
             "mtp.fc.weight", "mtp.layers.{mtp}.eh_proj.weight", ("hidden_size", "doubled_hidden_size"), parallel=ROWS
         ),
-        *map(_of_prediction, (*ATTENTION_NORM, *ATTENTION, *block)),
+        *(row.renamed(_HF_NAMES, _MEGATRON_NAMES) for row in (*ATTENTION_NORM, *ATTENTION, *block)),
         Row("mtp.norm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
     )
-
-
-def _of_prediction(row: Row | Either) -> Row | Either:
-    names = (
-        {"model.layers.{layer}.": "mtp.layers.{mtp}."},
-        {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."},
-    )
-    return row.renamed(*names) if isinstance(row, Either) else renamed((row,), *names)[0]

@@ -23,7 +23,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
-from precisionctl.architectures.moe_rows import EXPERT_BIAS
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
@@ -67,7 +67,7 @@ def _write_shared(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
-    rows=tuple(_BIAS if row in EXPERT_BIAS else row for row in decoder((*ATTENTION_NORM, *ATTENTION))),
+    rows=decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
     config=(
         *SIZES,
         HEADS,

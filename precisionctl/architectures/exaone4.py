@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     SIZES,
     Always,
     Config,
+    Entry,
     Fields,
     Key,
     Rule,
@@ -40,6 +41,12 @@ def _write_layers(model: ModelShape) -> Config:
     return {"layer_types": layer_types(model)}
 
 
+WINDOWS: tuple[Entry, ...] = (
+    sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
+    Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers, _write_layers),
+)
+"""Layers with a window and rotary embeddings, and layers with neither."""
+
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
     rows=model_rows(*ATTENTION, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM),
@@ -52,8 +59,7 @@ ARCHITECTURE = Architecture(
         Always("post_layernorms", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
-        Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers, _write_layers),
+        *WINDOWS,
         tied(False),
     ),
     aliases=(TIED,),

@@ -43,7 +43,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.moe_rows import FUSED_EXPERTS, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import rope_by_kind
@@ -88,7 +88,7 @@ _EXPERTS: tuple[Row | Either, ...] = (
     _norm("pre_feedforward_layernorm_2", "pre_moe_layernorm.weight"),
     *(each.renamed({"mlp.experts": "experts"}) for each in FUSED_EXPERTS),
     _norm("post_feedforward_layernorm_2", "post_moe_layernorm.weight"),
-    _norm("post_feedforward_layernorm", "post_layernorm.weight"),
+    *POST_MOE_NORM,
 )
 """The router, and experts: in one tensor; one by one where they are codes, as llm-compressor writes them and engines
 look for them (vLLM models/gemma4.py and SGLang models/gemma4_causal.py, load_weights)."""

@@ -4,7 +4,7 @@ Traps: half of each head's channels are rotated, in neighbouring pairs; `post_at
 the MLP, and `post_self_attn_layernorm` that after attention.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, tied
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Entry, Key, tied
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
@@ -18,6 +18,17 @@ from precisionctl.architectures.llama_rows import (
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    HEADS,
+    SILU,
+    Key("qkv_bias", "attention_bias", True),
+    Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
+    Always("rotary_interleaved", True),
+    rope(percent=0.5, partial=True),
+    tied(False),
+)
+
 ARCHITECTURE = Architecture(
     model_types={"glm4": "Glm4ForCausalLM"},
     rows=model_rows(
@@ -28,17 +39,7 @@ ARCHITECTURE = Architecture(
         *JOINED_MLP,
         *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
     ),
-    config=(
-        *SIZES,
-        HEADS,
-        SILU,
-        Key("qkv_bias", "attention_bias", True),
-        Always("post_layernorms", True),
-        Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
-        Always("rotary_interleaved", True),
-        rope(percent=0.5, partial=True),
-        tied(False),
-    ),
+    config=(*COMMON, Always("post_layernorms", True)),
     aliases=(TIED,),
     derived=ROTARY,
     names_by="this project",

@@ -42,17 +42,21 @@ def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Rearrangem
     return Either((row,), (replace(row, names=f"{stored}_blocks[{{expert}}]", rearrangement=stands),), only_read=True)
 
 
+SINKS = (
+    Row(
+        "model.layers.{layer}.self_attn.sinks",
+        "decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
+        ("num_attention_heads",),
+        parallel=ROWS,
+    ),
+)
+
 ARCHITECTURE = Architecture(
     model_types={"gpt_oss": "GptOssForCausalLM"},
     rows=model_rows(
         *ATTENTION_NORM,
         *ATTENTION,
-        Row(
-            "model.layers.{layer}.self_attn.sinks",
-            "decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
-            ("num_attention_heads",),
-            parallel=ROWS,
-        ),
+        *SINKS,
         *MOE_NORM,
         Row(
             "model.layers.{layer}.mlp.router.weight",

@@ -34,7 +34,7 @@ def _write_scales(model: ModelShape) -> Config:
     return {"attention_multiplier": attention**-0.5, "logits_scaling": 1 / model.logit_multiplier}
 
 
-COMMON: tuple[Entry, ...] = (
+OF_ALL_GRANITES: tuple[Entry, ...] = (
     *SIZES,
     HEADS,
     ATTENTION_BIAS,
@@ -42,6 +42,9 @@ COMMON: tuple[Entry, ...] = (
     Key("embedding_multiplier", "embedding_multiplier", 1.0),
     Key("residual_multiplier", "residual_multiplier", 1.0),
     Rule(("attention_multiplier", "logits_scaling"), _read_scales, _write_scales),
+)
+COMMON: tuple[Entry, ...] = (
+    *OF_ALL_GRANITES,
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     tied(False),

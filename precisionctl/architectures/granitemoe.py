@@ -3,7 +3,7 @@
 Trap: `input_linear` is gate, then up, of each expert.
 """
 
-from precisionctl.architectures.config_keys import Key
+from precisionctl.architectures.config_keys import Entry, Key
 from precisionctl.architectures.granite import COMMON
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
@@ -15,22 +15,21 @@ _NAMES = {
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
 }
-_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
+_NAMES_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
+
+IN_MEMORY = renamed((*ROUTER, *FUSED), _NAMES_IN_MEMORY)
+EXPERTS = Either(renamed((*ROUTER, *FUSED), _NAMES), IN_MEMORY, in_memory=True)
+
+EXPERT_KEYS: tuple[Entry, ...] = (
+    Key("moe.num_experts", "num_local_experts", 8),
+    Key("moe.topk", "num_experts_per_tok", 2),
+    EXPERTS_EVERYWHERE,
+)
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoe": "GraniteMoeForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM,
-        *ATTENTION,
-        *MOE_NORM,
-        Either(renamed((*ROUTER, *FUSED), _NAMES), renamed((*ROUTER, *FUSED), _IN_MEMORY), in_memory=True),
-    ),
-    config=(
-        *COMMON,
-        Key("moe.num_experts", "num_local_experts", 8),
-        Key("moe.topk", "num_experts_per_tok", 2),
-        EXPERTS_EVERYWHERE,
-    ),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
+    config=(*COMMON, *EXPERT_KEYS),
     aliases=(TIED,),
     derived=ROTARY,
     names_by="this project",

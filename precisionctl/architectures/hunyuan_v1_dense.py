@@ -16,7 +16,8 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.llama_rows import ATTENTION as LLAMA_ATTENTION
+from precisionctl.architectures.llama_rows import ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope, rotary_parameters
 from precisionctl.model_parts import real
@@ -35,11 +36,13 @@ def _read_rope(config: Config, where: object) -> Fields:
     return {**fields, "rotary_base": fields["rotary_base"] * alpha ** (head / (head - 2))}
 
 
+ROPE = Rule(_ROPE.keys, _read_rope, _ROPE.write)
+
+ATTENTION = renamed(LLAMA_ATTENTION, {"q_norm": "query_layernorm", "k_norm": "key_layernorm"})
+
 ARCHITECTURE = Architecture(
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
-    rows=model_rows(
-        *ATTENTION_NORM, *renamed(ATTENTION, {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}), *MLP_NORM, *MLP
-    ),
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP),
     config=(
         *SIZES,
         HEADS,
@@ -48,7 +51,7 @@ ARCHITECTURE = Architecture(
         Always("qk_layernorm", True),
         Always("qk_layernorm_after_rope", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        Rule(_ROPE.keys, _read_rope, _ROPE.write),
+        ROPE,
         tied(False),
     ),
     aliases=(TIED,),

@@ -18,6 +18,17 @@ MOE_NORM = (
     ),
 )
 
+POST_MOE_NORM = (
+    Row(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        layers="moe",
+    ),
+)
+"""Of what routed and shared experts give together."""
+
 ROUTER = (
     Row(
         "model.layers.{layer}.mlp.gate.weight",
@@ -63,6 +74,20 @@ SHARED_EXPERTS = (
         gemm=True,
     ),
 )
+
+JOINED_SHARED_EXPERT = (
+    Row(  # gate, then up, on both sides
+        "model.layers.{layer}.shared_mlp.input_linear.weight",
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
+        ("shared_fc1_size", "hidden_size"),
+        parallel=GATED_ROWS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
+    ),
+    *renamed(SHARED_EXPERTS[1:], {"mlp.shared_experts.down_proj": "shared_mlp.output_linear"}),
+)
+"""Whose gate and up come in one tensor (Granite)."""
 
 GATED_SHARED_EXPERT = (
     *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),

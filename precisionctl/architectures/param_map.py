@@ -98,6 +98,11 @@ class Row:
         """Whether expert parallelism deals this parameter out."""
         return "{expert}" in self.megatron
 
+    def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Row:
+        """The row with parts of its names replaced, in Hugging Face and in Megatron."""
+        names = tuple(_replaced(name, hf) for name in self.hf)
+        return replace(self, names=names, megatron=_replaced(self.megatron, megatron or {}))
+
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
         here = self._in_its_layers(model)
@@ -135,8 +140,7 @@ class Row:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
         if "{mtp}" in self.megatron:
             for mtp in range(model.mtp_num_layers):
-                # Megatron builds them of the decoder's last layer
-                if self._in_layer(model, model.num_layers - 1):
+                if self._in_layer(model.of_prediction, model.num_layers - 1):
                     yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
         elif "{layer}" in self.megatron:
             for layer in range(model.num_layers):
@@ -148,7 +152,7 @@ class Row:
     def count(self, model: ModelShape) -> int:
         """How many places there are, without listing them."""
         if "{mtp}" in self.megatron:
-            number = model.mtp_num_layers * self._in_layer(model, model.num_layers - 1)
+            number = model.mtp_num_layers * self._in_layer(model.of_prediction, model.num_layers - 1)
         elif "{layer}" in self.megatron:
             number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
         else:
@@ -193,7 +197,7 @@ class Either:
     for_engines: bool = False
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
-        """Both with parts of their names replaced, as `renamed` does it."""
+        """Both with parts of their names replaced, as a row's."""
         return replace(self, first=renamed(self.first, hf, megatron), second=renamed(self.second, hf, megatron))
 
 
@@ -303,14 +307,7 @@ def only_in(
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
-    return tuple(
-        replace(
-            row,
-            names=tuple(_replaced(name, hf) for name in row.hf),
-            megatron=_replaced(row.megatron, megatron or {}),
-        )
-        for row in rows
-    )
+    return tuple(row.renamed(hf, megatron) for row in rows)
 
 
 def _replaced(name: str, parts: Mapping[str, str]) -> str:

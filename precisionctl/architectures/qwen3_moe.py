@@ -34,11 +34,16 @@ def _write_layers(model: ModelShape) -> Config:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-SCORES = Rule(
-    ("norm_topk_prob",),
-    lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
-    lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
-)
+def scores(default: bool) -> Rule:
+    """Whether the weights of the chosen experts add up to one; `default` where the key is absent."""
+    return Rule(
+        ("norm_topk_prob",),
+        lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob", default)},
+        lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
+    )
+
+
+SCORES = scores(False)
 
 EXPERTS_OF_LAYERS: tuple[Entry, ...] = (
     Key("moe.num_experts", "num_experts", older="num_local_experts"),

@@ -5,12 +5,12 @@ transformers leaves out. q_proj makes an output gate too, head by head. Without 
 each head's channels is rotated.
 """
 
-from precisionctl.architectures.config_keys import SIZES, Always, Key, Rule
+from precisionctl.architectures.config_keys import SIZES, Always, Key
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS
+from precisionctl.architectures.qwen3_moe import EXPERTS_OF_LAYERS, scores
 from precisionctl.architectures.rearrangements import BY_HEAD
 
 ARCHITECTURE = Architecture(
@@ -25,11 +25,7 @@ ARCHITECTURE = Architecture(
         *EXPERTS_OF_LAYERS,
         Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
         Always("moe.shared_expert_gate", True),
-        Rule(
-            ("norm_topk_prob",),
-            lambda config, where: {"moe.pre_softmax": config.get("norm_topk_prob") is False},
-            lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
-        ),
+        scores(True),
         prediction_layers("num_nextn_predict_layers"),
     ),
     aliases=(TIED,),

@@ -116,6 +116,20 @@ class Grouped(_RowPermutation):
         return heads.swapaxes(1, 2).reshape(query.shape)
 
 
+class GroupedWithGate(_RowPermutation):
+    """The same with an output gate that is a tensor of its own in Hugging Face: query, gate, key and value, each of all
+    heads (AFMoE)."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _flat(_joined([part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts], 1))
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
+        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
+        sizes = [queries, queries, model.kv_channels, model.kv_channels]
+        return tuple(_flat(part) for part in _cut(grouped, sizes, 1))
+
+
 class Halves(_RowPermutation):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
@@ -287,6 +301,7 @@ class Gamma:
 SAME = Same()
 VOCABULARY = Vocabulary()
 QKV = Grouped()
+QGKV = GroupedWithGate()
 GATE_UP = Halves()
 GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)

@@ -144,7 +144,7 @@ def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     first = {"mtp": 0, "mtp_layer": source.model.num_layers}
     if any(name in source.specs for row in of_mtp for name in names(row, source.layout, first)):
         return source.model
-    return dataclasses.replace(source.model, mtp_num_layers=0)
+    return dataclasses.replace(source.model, mtp_num_layers=0, mtp_dense=False)
 
 
 def _row_jobs(

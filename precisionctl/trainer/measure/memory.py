@@ -8,7 +8,7 @@ counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from precisionctl.model_parts import GatedDeltaNet
@@ -66,8 +66,11 @@ class Parameters:
         def experts(layer: int) -> int:
             return moe.num_experts * mlp(model, moe.ffn_hidden_size) if moe and model.has_experts(layer) else 0
 
-        last = model.num_layers - 1
-        ahead = model.mtp_num_layers * (dense(last) + experts(last) + model.doubled_hidden_size * model.hidden_size)
+        ahead = 0
+        if model.mtp_num_layers:
+            alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
+            joining = model.doubled_hidden_size * model.hidden_size
+            ahead = model.mtp_num_layers * (alike.dense[-1] + alike.experts[-1] + joining)
         outside = table * (2 - model.tied_embeddings) + places + ahead
         return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
 

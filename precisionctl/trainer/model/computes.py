@@ -28,11 +28,11 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     "global_attention.keys_are_values": ANY,
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
-    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
+    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
-    "mtp_num_layers": ANY,  # carried along: no logits come from them
+    **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
@@ -65,11 +65,12 @@ BESIDE_MLA: Mapping[str, object] = {
 }
 """What latent attention computes of these; grouped queries heed them."""
 
-BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True, "parallel_residual": False}
+BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True}
 """What layers with experts compute of these; dense ones heed them."""
 
 BESIDE_DELTA_NETS: Mapping[str, object] = {
     **BESIDE_EXPERTS,
+    "parallel_residual": False,
     "post_layernorms": False,
     "add_bias_linear": False,
     "activation": "silu",

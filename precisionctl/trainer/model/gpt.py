@@ -10,7 +10,6 @@ experts of a token. Of V, G and F a tensor rank has a part.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -290,7 +289,8 @@ class Layer(nn.Module):
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
         moe = model.moe if model.has_experts(number) else None
-        self.pre_mlp_layernorm = backend.norm(size, norm) if moe and not moe.own_norms else nn.Identity()
+        own_norm = moe and not moe.own_norms and not model.one_layernorm
+        self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:
             self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
@@ -335,7 +335,7 @@ class MTPLayer(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         norm, size = norm_of(model), model.hidden_size
-        model = replace(model, gdn=None)  # it has attention, whatever the decoder's last layer has
+        model = model.of_prediction
         self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
         self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
         self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)

@@ -81,7 +81,7 @@ class MoELayer(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
-        self.ranks = backend.world.tensor
+        self.ranks, self.average = backend.world.tensor, moe.shared_average
         self.router = Router(model, moe, backend)
         self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
         self.shared_experts = (
@@ -97,7 +97,10 @@ class MoELayer(nn.Module):
         weights, chosen = self.router(tokens)
         routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
         out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
-        return out if self.shared_experts is None else out + self.shared_experts(hidden)
+        if self.shared_experts is None:
+            return out
+        out = out + self.shared_experts(hidden)
+        return out / 2 if self.average else out
 
 
 class SharedExperts(MLP):
@@ -180,7 +183,7 @@ class Router(nn.Module):
         wanted = scores if self.expert_bias is None else scores + self.expert_bias
         chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
         weights = scores.gather(1, chosen)
-        if self.moe.score_function == "sigmoid" and not self.moe.probs_on_input:
+        if self.moe.score_function == "sigmoid" and not self.moe.probs_on_input and not self.moe.pre_softmax:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         elif self.moe.score_function == "softmax" and not self.moe.pre_softmax:
             # the softmax over the chosen logits: chosen scores over their sum

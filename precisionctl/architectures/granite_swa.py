@@ -1,0 +1,95 @@
+"""Granite with a window in three layers of four, and attention sinks.
+
+Traps: the first layer of four is the one without a window; each layer may have a rotary base of its own, and 0 means no
+rotary embeddings; the embedding is the head unless config.json says otherwise.
+"""
+
+from precisionctl.architectures.config_keys import (
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Rule,
+    layer_types,
+    layers,
+    layers_with_window,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.gpt_oss import SINKS
+from precisionctl.architectures.granite import OF_ALL_GRANITES
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_ROPE = rope()
+
+
+def _local(config: Config, layers: int) -> list[bool]:
+    return [layer % 4 != 0 for layer in range(layers)]
+
+
+_WINDOW = sliding_window(_local, absent=128)
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    fields = {**_ROPE.read(config, where), **_WINDOW.read(config, where), "softmax_offset": True}
+    in_window = layers_with_window(config, where, _local, 128)
+    bases = config.get("layer_rope_theta")
+    if bases is None:
+        return fields
+    if not isinstance(bases, list) or len(bases) != layers(config, where):
+        raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer", where=where)
+    numbers = [real(base, "layer_rope_theta", where) if base else 0.0 for base in bases]
+    outside, inside = (
+        {base for base, window in zip(numbers, in_window, strict=True) if base and window == kind}
+        for kind in (False, True)
+    )
+    several = bool(outside and inside and outside != inside)
+    if max(len(outside), len(inside)) > 1 or (several and fields["rope_scaling"]):
+        what = f"layer_rope_theta={shown(bases)}"
+        do = "Known is one base in layers with a window and one in the others, of which scaling has the same."
+        raise UnknownArchitecture(what, where=where, do=do)
+    return {
+        **fields,
+        "rotary_base": next(iter(outside or inside or {fields["rotary_base"]})),
+        "rotary_base_local": next(iter(inside)) if several else None,
+        "rope_layers": None if all(numbers) else tuple(map(bool, numbers)),
+    }
+
+
+def _base(model: ModelShape, layer: int) -> float:
+    if model.rope_layers and not model.rope_layers[layer]:
+        return 0
+    return (model.rotary_base_local if model.in_window(layer) else None) or model.rotary_base
+
+
+def _write_layers(model: ModelShape) -> Config:
+    bases = [_base(model, layer) for layer in range(model.num_layers)]
+    return {
+        **_ROPE.write(model),
+        **_WINDOW.write(model),
+        "layer_types": layer_types(model),
+        "layer_rope_theta": bases,
+    }
+
+
+LAYERS: tuple[Entry, ...] = (Rule((*_ROPE.keys, *_WINDOW.keys, "layer_rope_theta"), _read_layers, _write_layers),)
+
+ARCHITECTURE = Architecture(
+    model_types={"granite_swa": "GraniteSWAForCausalLM"},
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *SINKS, *MLP_NORM, *MLP),
+    config=(
+        *OF_ALL_GRANITES,
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        *LAYERS,
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

@@ -1,0 +1,26 @@
+"""Granite-MoE with a shared expert, if `shared_intermediate_size` is not 0.
+
+Trap: gate and up of the shared expert come in one tensor, which is no part of `block_sparse_moe`.
+"""
+
+from precisionctl.architectures.config_keys import Rule
+from precisionctl.architectures.granite import COMMON
+from precisionctl.architectures.granitemoe import EXPERT_KEYS, EXPERTS
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
+from precisionctl.architectures.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
+from precisionctl.architectures.param_map import Architecture
+
+SHARED = Rule(
+    ("shared_intermediate_size",),
+    lambda config, where: {"moe.shared_ffn_hidden_size": config.get("shared_intermediate_size") or None},
+    lambda model: {"shared_intermediate_size": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"granitemoeshared": "GraniteMoeSharedForCausalLM"},
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS, *JOINED_SHARED_EXPERT),
+    config=(*COMMON, *EXPERT_KEYS, SHARED),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

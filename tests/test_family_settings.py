@@ -1,0 +1,40 @@
+"""Settings of single families that transformers does not compute as they are said, or at all: refused by name."""
+
+from typing import Any
+
+import pico
+import pytest
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+
+
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    return pico.make(family).config.to_dict() | changes
+
+
+def test_trinity_without_a_window_has_no_layers_in_one() -> None:
+    """transformers makes no mask for them."""
+    with pytest.raises(DamagedCheckpoint, match="no sliding_window"):
+        from_hf_config(config("afmoe", sliding_window=None))
+    model = from_hf_config(config("afmoe", sliding_window=None, layer_types=["full_attention"] * 4))
+    assert (model.sliding_window, model.rope_layers) == (None, (False,) * 4)
+
+
+REFUSED = [
+    ("afmoe", "attention_bias", True),
+    ("afmoe", "score_func", "softmax"),
+    ("afmoe", "n_group", 2),
+    ("hunyuan-moe", "moe_topk", [3, 2]),
+    ("hunyuan-moe", "use_cla", True),
+    ("granite-swa", "layer_rope_theta", [1.0, 2.0, 3.0, 2.0, 0, 2.0]),
+    ("cohere2-moe", "use_parallel_block", False),
+    ("cohere2-moe", "expert_selection_fn", "tanh"),
+    ("cohere2-moe", "shared_expert_combination_strategy", "max"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), REFUSED)
+def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str, key: str, value: object) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"{key}="):
+        from_hf_config(config(family, **{key: value}))

@@ -1,0 +1,163 @@
+"""Layers of multi-token prediction that published files have and transformers leaves out: their names are those that
+vLLM's and Megatron-Bridge's sources read, and they go to Megatron and come back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from in_memory import to_hf, to_megatron
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
+from precisionctl.precision import Precision
+from precisionctl.trainer.measure.memory import Parameters
+from precisionctl.trainer.model.gpt import GPT
+
+NAMES: dict[str, dict[str, str]] = {
+    # vllm/model_executor/models/hy_v3_mtp.py, models/hy_v3/hy_v3_bridge.py
+    "hy-v3": {
+        "layer": "model.layers.3.",
+        "enorm": "model.layers.3.enorm.weight",
+        "hnorm": "model.layers.3.hnorm.weight",
+        "eh_proj": "model.layers.3.eh_proj.weight",
+        "final_layernorm": "model.layers.3.final_layernorm.weight",
+    },
+    # vllm/model_executor/models/exaone_moe_mtp.py, models/exaone/exaone_moe/exaone_moe_bridge.py
+    "exaone-moe": {
+        "layer": "mtp.layers.0.",
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight",
+        "final_layernorm": "mtp.norm.weight",
+    },
+    # transformers/conversion_mapping.py, "Mellum checkpoint layout"
+    "mellum": {
+        "layer": "mtp.layers.0.",
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight",
+        "final_layernorm": "mtp.norm.weight",
+    },
+}
+"""By family: where the layer's own tensors are, and the four others by their names in Megatron."""
+SAID: dict[str, dict[str, Any]] = {
+    "hy-v3": {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
+    "exaone-moe": {"num_nextn_predict_layers": 1},
+    "mellum": {"num_nextn_predict_layers": 1},
+}
+LIKE = {"hy-v3": 2, "exaone-moe": 0, "mellum": 1}
+"""The decoder's layer that has the same tensors: with experts, or dense."""
+OF_LAYER = {
+    "hy-v3": ("mlp.experts.linear_fc1.weight7", "mlp.router.expert_bias", "pre_mlp_layernorm.weight"),
+    "exaone-moe": ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "mellum": ("mlp.experts.linear_fc2.weight7", "pre_mlp_layernorm.weight"),
+}
+"""Some of the layer's parameters in Megatron."""
+
+
+def published(folder: Path, family: str) -> dict[str, Tensor]:
+    """As transformers saves a model, with a random prediction layer."""
+    pico.save(folder, family, dtype=torch.bfloat16)
+    tensors, names = load_file(folder / "model.safetensors"), NAMES[family]
+    torch.manual_seed(1)
+    like = f"model.layers.{LIKE[family]}."
+    for name in [name for name in tensors if name.startswith(like)]:
+        tensors[name.replace(like, names["layer"])] = torch.randn_like(tensors[name])
+    for ours, name in names.items():
+        if ours != "layer":
+            shape = (64, 128) if ours == "eh_proj" else (64,)
+            tensors[name] = torch.randn(shape).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | SAID[family]
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_published_prediction_layer_goes_to_megatron_and_comes_back(tmp_path: Path, family: str) -> None:
+    stored = published(tmp_path, family)
+    reader = HuggingFaceReader(tmp_path)
+    megatron = to_megatron(reader)
+    for ours, name in NAMES[family].items():
+        if ours != "layer":  # three have one shape: a mix-up would come back unseen
+            assert torch.equal(megatron.tensors[f"mtp.layers.0.{ours}.weight"], stored[name])
+    inner = {f"mtp.layers.0.transformer_layer.{name}" for name in OF_LAYER[family]}
+    assert inner < megatron.tensors.keys()
+    for back in (to_hf(megatron).tensors, to_hf(reader).tensors):
+        assert back.keys() == stored.keys()
+        assert [name for name in stored if not torch.equal(back[name], stored[name])] == []
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_trainer_carries_exactly_the_parameters_of_the_plan(tmp_path: Path, family: str) -> None:
+    published(tmp_path, family)
+    megatron = to_megatron(HuggingFaceReader(tmp_path))
+    model = GPT(megatron.model, Precision(fp8=False), dtype=torch.float32)
+    assert {name: tuple(each.shape) for name, each in model.named_parameters()} == {
+        name: tuple(each.shape) for name, each in megatron.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_memory_counts_the_prediction_layer(tmp_path: Path, family: str) -> None:
+    """Of matrices: norms and biases are neglected."""
+    published(tmp_path, family)
+    megatron = to_megatron(HuggingFaceReader(tmp_path))
+    matrices = sum(each.numel() for each in megatron.tensors.values() if each.dim() == 2)
+    assert Parameters.of(megatron.model).all == matrices
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_config_of_megatrons_says_the_prediction_layer_again(tmp_path: Path, family: str) -> None:
+    published(tmp_path, family)
+    model = HuggingFaceReader(tmp_path).model
+    assert model.mtp_num_layers == 1
+    assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+
+
+def test_a_copy_of_the_head_that_no_source_of_hy3_has_is_not_dropped(tmp_path: Path) -> None:
+    stored = published(tmp_path, "hy-v3")
+    stored["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UnmappedTensor, match="shared_head"):
+        to_megatron(HuggingFaceReader(tmp_path))
+
+
+@pytest.mark.parametrize("said", [0, 2, 3, True, "1"])
+def test_dense_layers_of_hy3_that_transformers_does_not_heed_are_refused(said: object) -> None:
+    config = pico.make("hy-v3").config.to_dict()
+    assert from_hf_config(config | {"first_k_dense_replace": 1, "expert_hidden_dim": 32}).moe
+    with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace"):
+        from_hf_config(config | {"first_k_dense_replace": said})
+    with pytest.raises(DamagedCheckpoint, match="expert_hidden_dim"):
+        from_hf_config(config | {"expert_hidden_dim": 48})
+
+
+def test_more_than_the_one_layer_that_exaone_has_is_refused() -> None:
+    config = pico.make("exaone-moe").config.to_dict()
+    with pytest.raises(UnknownArchitecture, match="num_nextn_predict_layers=2"):
+        from_hf_config(config | {"num_nextn_predict_layers": 2})
+
+
+@pytest.mark.parametrize("key", ["swiglu_limits", "sliding_windows"])
+def test_what_transformers_does_not_compute_of_exaones_settings_is_refused(key: str) -> None:
+    config = pico.make("exaone-moe").config.to_dict()
+    assert from_hf_config(config | {key: None}) == from_hf_config(config)
+    with pytest.raises(UnknownArchitecture, match=f"{key}="):
+        from_hf_config(config | {key: [4.0] * 4})
+
+
+def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
+    config = pico.make("mellum").config.to_dict() | {"num_mtp_layers": 1}
+    model = from_hf_config(config | {"mtp_mlp_layer_types": ["dense"]})
+    assert model.mtp_dense and from_hf_config(to_hf_config(model, "bfloat16")) == model
+    assert not from_hf_config(config | {"mtp_mlp_layer_types": ["sparse"]}).mtp_dense
+    for key, value in {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 2, "mtp_mlp_layer_types": [1]}.items():
+        with pytest.raises(UnknownArchitecture):
+            from_hf_config(config | {key: value})
