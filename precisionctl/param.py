@@ -29,7 +29,7 @@ MOMENTUM = "momentum_buffer"
 NOT_TRAINED = (
     *(".e_score_correction_bias", ".expert_bias"),
     ".layer_scalar",
-    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_layernorm.weight"),
+    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of what no optimizer has a state of: what routers add to scores, which a rule

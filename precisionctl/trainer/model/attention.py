@@ -183,8 +183,8 @@ class SelfAttention(nn.Module):
         made: Any = {"bias": False, "dtype": self.backend.dtype, "device": self.backend.device}
         self.unused_linear_k = nn.Linear(model.hidden_size, model.key_size, **made)
         self.unused_linear_v = nn.Linear(model.hidden_size, model.key_size, **made)
-        self.unused_k_layernorm = self.backend.norm(self.head, norm)
-        for module in (self.unused_linear_k, self.unused_linear_v, self.unused_k_layernorm):
+        self.unused_k_norm = self.backend.norm(self.head, norm)
+        for module in (self.unused_linear_k, self.unused_linear_v, self.unused_k_norm):
             module.requires_grad_(False)
 
 
