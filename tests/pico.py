@@ -417,6 +417,7 @@ def block_kinds(family: str) -> set[Any]:
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
+    made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     return made | {("gated delta nets", model.gdn is not None)}
 
@@ -468,6 +469,8 @@ _SIZES = (
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
+    if family == "gemma4-small" and "vocab_size" in changes:
+        changes = {"vocab_size_per_layer_input": changes["vocab_size"]} | changes
     config = AutoConfig.for_model(**settings(family) | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

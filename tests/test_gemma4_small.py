@@ -15,9 +15,9 @@ from conversions import run
 from gpt_models import VOCABULARY, as_gpt, backward, converted, transformers_model
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
-from test_families_train import train
 from torch import Tensor
-from training import add_tokenizer, make_text
+from training import add_tokenizer, make_text, settings
+from training import run as resumed
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -89,10 +89,12 @@ def test_a_part_of_them_is_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_training_carries_them_along_as_they_are(precision: str, tmp_path: Path) -> None:
-    before = published(tmp_path / "hf", vocab_size=80, vocab_size_per_layer_input=80)
+    before = published(tmp_path / "hf", vocab_size=80)
     add_tokenizer(tmp_path / "hf")
-    said = train(tmp_path / "hf", make_text(tmp_path / "text.txt"), tmp_path / "run", precision, 2)
-    assert "projections that nothing reads are carried along" in said
+    text = make_text(tmp_path / "text.txt")
+    started, _, _ = resumed(settings(tmp_path / "hf", text, tmp_path / "first", precision, train__steps=2))
+    assert any("projections that nothing reads are carried along" in note for note in started.notes)
+    resumed(settings(tmp_path / "first", text, tmp_path / "run", precision, train__steps=4))
     run(tmp_path / "run", tmp_path / "back", "hf", verify=True)
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -147,7 +149,7 @@ def test_exports_have_the_projections_of_a_layer_in_one_form(
 
 def test_fixed_scales_are_those_of_the_layer_whose_keys_are_read(tmp_path: Path) -> None:
     """Of inputs: what an engine fuses has one; of the cache: a layer reads that of another."""
-    published(tmp_path / "hf", vocab_size=80, vocab_size_per_layer_input=80, **WHOLE)
+    published(tmp_path / "hf", vocab_size=80, **WHOLE)
     add_tokenizer(tmp_path / "hf")
     text, state = make_text(tmp_path / "text.txt"), tmp_path / "state.safetensors"
     words = ("--data", text, "--out", state, "--passes", 2, "--sequence-length", 32, "--backend", "emulated")
