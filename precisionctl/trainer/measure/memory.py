@@ -158,8 +158,11 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
+        beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
+        read = {model.kv_layer(each) for each in range(model.num_layers) if model.shares_kv(each)}
+        beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
         held = sum(codes) if recipe.casts_once else 0
-        return round(inputs + last + held + max(logits, max(layers) + working))
+        return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
 
 
