@@ -47,11 +47,15 @@ class ModelShape:
     heads give is multiplied by the sigmoid of as many channels, which the query projection makes too. With
     `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings.
     `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
-    `attention_of`.
+    `attention_of`. The last `num_kv_shared_layers` layers have queries alone, and read the keys and values of the last
+    layer before them of their kind, with a window or without (`kv_layer`); with `use_double_wide_mlp` their MLPs have
+    twice the channels. `unused_kv` says whether their own key and value projections, which nothing reads, are stored.
 
     `pre_layernorms` are norms of what attention and MLP read, `post_layernorms` of what they give, before it is
     multiplied by `residual_multiplier` and added; with `layer_scalar` what a layer gives is multiplied by a number of
-    its own, which is not trained. With `parallel_residual` both read the same hidden states, and with
+    its own, which is not trained. With a `per_layer_embed_dim` a token has an embedding of so many channels in each
+    layer, too, added to as many made of its embedding: after its MLP a layer adds what a gate of its hidden states, by
+    the activation, lets through of these. With `parallel_residual` both read the same hidden states, and with
     `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
     added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
 
@@ -96,6 +100,10 @@ class ModelShape:
     v_l2_norm: bool = False
     keys_are_values: bool = False
     global_attention: GlobalAttention | None = None
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    unused_kv: bool = False
+    per_layer_embed_dim: int | None = None
     query_pre_attn_scalar: float | None = None
     query_scaling_beta: float | None = None
     query_scaling_floor: int | None = None
@@ -131,7 +139,7 @@ class ModelShape:
         """Sizes come from files of strangers, and loops run over them."""
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
-        possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor")
+        possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor", "per_layer_embed_dim")
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
@@ -156,6 +164,11 @@ class ModelShape:
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
+        if self.num_kv_shared_layers != 0:
+            check_size(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
+            for layer in range(self.num_layers):
+                self.kv_layer(layer)
+        check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
 
     @property
     def model_type(self) -> str:
@@ -231,8 +244,22 @@ class ModelShape:
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 
+    @property
+    def kv_shared_ffn_hidden_size(self) -> int:
+        """Channels of a dense MLP in layers that share keys and values."""
+        return self.ffn_hidden_size * (2 if self.use_double_wide_mlp and self.num_kv_shared_layers else 1)
+
+    @property
+    def kv_shared_fc1_size(self) -> int:
+        return self._fc1(self.kv_shared_ffn_hidden_size)
+
     def _fc1(self, size: int) -> int:
         return 2 * size if self.gated_linear_unit else size
+
+    @property
+    def per_layer_embed_size(self) -> int:
+        """Channels of a token's embeddings for all layers."""
+        return self.num_layers * (self.per_layer_embed_dim or 0)
 
     @property
     def doubled_hidden_size(self) -> int:
@@ -247,6 +274,15 @@ class ModelShape:
     def one_layernorm(self) -> bool:
         """Whether attention and MLP read one norm."""
         return self.pre_layernorms and self.parallel_residual and self.shared_layernorm
+
+    @property
+    def global_keys_are_values(self) -> bool:
+        return self.attention_of(in_window=False).keys_are_values
+
+    @property
+    def global_values(self) -> bool:
+        """Whether layers without a window have value projections."""
+        return not self.global_keys_are_values
 
     @property
     def fused_layernorms(self) -> bool:
@@ -308,6 +344,28 @@ class ModelShape:
             return False
         return self.window_layers is None or self.window_layers[layer]
 
+    def shares_kv(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of another one."""
+        return layer >= self.num_layers - self.num_kv_shared_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: the last of its kind with its own, or itself."""
+        own = self.num_layers - self.num_kv_shared_layers
+        if layer < own:
+            return layer
+        kind = self.in_window(layer)
+        found = next((other for other in reversed(range(own)) if self.in_window(other) == kind), None)
+        if found is None:
+            what = (
+                f"layer {layer} shares keys and values, but no layer {'with' if kind else 'without'} a window has any"
+            )
+            raise DamagedCheckpoint(what, do="Is config.json this model's?")
+        return found
+
+    def ffn_size(self, layer: int) -> int:
+        """Channels of a layer's dense MLP."""
+        return self.kv_shared_ffn_hidden_size if self.shares_kv(layer) else self.ffn_hidden_size
+
     def has_indexer(self, layer: int) -> bool:
         return self.dsa is not None and self.dsa.layers[layer]
 
@@ -352,6 +410,8 @@ class ModelShape:
             used["window_layers"] = None
         if not (self.pre_layernorms and self.parallel_residual):
             used["shared_layernorm"] = None
+        if not self.num_kv_shared_layers or (self.moe and all(self.moe.layer_freq)):
+            used["use_double_wide_mlp"] = None
         if self.query_scaling_beta is None:
             used["query_scaling_floor"] = None
         if not self.qk_layernorm:
@@ -416,7 +476,7 @@ STORED = (
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
-TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense")
+TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense", "unused_kv")
 """Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
 and the other not, change no function, and no logits come from prediction layers."""
 

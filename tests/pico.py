@@ -169,6 +169,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 3,
         "moe_intermediate_size": 32,
     },
+    "gemma4-small": {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 250,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 8,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss",
         "head_dim": 32,
@@ -509,6 +522,7 @@ def block_kinds(family: str) -> set[Any]:
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
+    made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     return made | {("gated delta nets", model.gdn is not None)}
 
@@ -560,6 +574,8 @@ _SIZES = (
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
+    if family == "gemma4-small" and "vocab_size" in changes:
+        changes = {"vocab_size_per_layer_input": changes["vocab_size"]} | changes
     config = AutoConfig.for_model(**settings(family) | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -59,7 +59,11 @@ FAMILIES = pico.first_of_each(
 )
 CASES = [
     *((how, family) for how in ("tensor", "sequence") for family in FAMILIES),
-    *((how, family) for how in ("sequence and data", "tensor in copies") for family in ("llama-3", "mixtral")),
+    *(
+        (how, family)
+        for how in ("sequence and data", "tensor in copies")
+        for family in ("llama-3", "mixtral", "gemma4-small")
+    ),
     *(
         (how, family)
         for how in SIZES
@@ -90,7 +94,7 @@ def passed(
     source: InMemory, world: World, rows: range, family: str, backend: BackendName = "emulated"
 ) -> tuple[float, float, GPT, MasterAdamW]:
     """Loss and norm of the gradients, which are collected."""
-    recompute = family == "qwen3"
+    recompute = family == "qwen3" or (family == "gemma4-small" and world.data_count > 1)
     full = torch.float32
     model = GPT(source.model, PRESETS["bf16"], backend, full, world=world, recompute=recompute, balance=BALANCE)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)

@@ -1,5 +1,5 @@
-"""Gemma 4, dense and with experts: what its config.json says, in the words of published files and of transformers, what
-is not computed, logits and gradients, and the forms of its experts."""
+"""Gemma 4, dense, with experts and small: what its config.json says, in the words of published files and of
+transformers, what is not computed, logits and gradients, and the forms of its experts."""
 
 import json
 import shutil
@@ -40,7 +40,8 @@ PUBLISHED = pico.settings("gemma4")
 """In the words of published files."""
 
 EXPERTS = pico.settings("gemma4-moe")
-KINDS = ("gemma4", "gemma4-moe")
+SMALL = pico.settings("gemma4-small")
+KINDS = ("gemma4", "gemma4-moe", "gemma4-small")
 WHOLE = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -71,6 +72,16 @@ def as_saved(**changes: Any) -> dict[str, Any]:
         {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
         {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
         {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {"attention_k_eq_v": False},
+        {"attention_k_eq_v": False, "num_global_key_value_heads": None, "global_head_dim": 16},
+        {"num_hidden_layers": 8, "num_kv_shared_layers": 2},
+        {"num_hidden_layers": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"use_double_wide_mlp": True},
+        {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 250},
+        SMALL,
+        SMALL
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+        | {"use_double_wide_mlp": False},
     ],
     ids=str,
 )
@@ -83,19 +94,25 @@ def test_published_words_and_those_of_transformers_are_the_same_model(changes: d
     for layer, module in enumerate(theirs.model.layers):
         attention, here = module.self_attn, saved.attention_of(saved.in_window(layer))
         assert saved.in_window(layer) == attention.is_sliding
-        assert (attention.v_proj is None) == here.keys_are_values
-        assert (attention.q_proj.out_features, attention.k_proj.out_features) == (here.query_size, here.key_size)
+        assert attention.is_kv_shared_layer == saved.shares_kv(layer)
+        if not saved.shares_kv(layer):
+            assert (attention.v_proj is None) == here.keys_are_values
+            assert attention.k_proj.out_features == here.key_size
+        assert attention.q_proj.out_features == here.query_size
         assert attention.head_dim == here.kv_channels
         assert module.enable_moe_block == saved.has_experts(layer)
-        assert module.mlp.gate_proj.out_features == saved.ffn_hidden_size
+        wide = saved.kv_shared_ffn_hidden_size if saved.shares_kv(layer) else saved.ffn_hidden_size
+        assert module.mlp.gate_proj.out_features == wide
+        assert module.hidden_size_per_layer_input == (saved.per_layer_embed_dim or 0)
         if saved.moe:
             assert module.experts.gate_up_proj.shape == (saved.moe.num_experts, saved.expert_fc1_size, 64)
             assert module.router.config.top_k_experts == saved.moe.topk
             assert module.mlp.gate_proj.out_features == saved.moe.shared_ffn_hidden_size
 
 
-def test_what_no_key_says_is_what_the_class_takes() -> None:
-    said = {"model_type": "gemma4_text", "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+@pytest.mark.parametrize("said", [{}, {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}], ids=str)
+def test_what_no_key_says_is_what_the_class_takes(said: dict[str, Any]) -> None:
+    said = {"model_type": "gemma4_text"} | said
     told = AutoConfig.for_model(**said).to_dict()
     numbers = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
     short = said | {name: told[name] for name in (*numbers, "num_attention_heads")}
@@ -105,15 +122,12 @@ def test_what_no_key_says_is_what_the_class_takes() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("hidden_size_per_layer_input", 16),
-        ("num_kv_shared_layers", 1),
-        ("attention_k_eq_v", False),
         ("attention_bias", True),
         ("use_bidirectional_attention", "all"),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("published", [PUBLISHED, EXPERTS], ids=KINDS)
+@pytest.mark.parametrize("published", [PUBLISHED, EXPERTS, SMALL], ids=KINDS)
 def test_another_gemma_4_is_refused_by_the_setting_s_name(
     setting: str, value: object, wrapped: bool, published: dict[str, Any]
 ) -> None:
@@ -126,13 +140,44 @@ def test_another_gemma_4_is_refused_by_the_setting_s_name(
     assert "has a table" not in str(refused.value)
 
 
-def test_the_class_s_own_defaults_are_refused() -> None:
-    """Those of E2B: an embedding for each layer."""
-    with pytest.raises(UnknownArchitecture, match="has attention_k_eq_v=False"):
-        from_hf_config(AutoConfig.for_model("gemma4_text").to_dict())
-    less = {key: value for key, value in as_saved().items() if key != "hidden_size_per_layer_input"}
-    with pytest.raises(UnknownArchitecture, match="has hidden_size_per_layer_input=256"):
-        from_hf_config(less)
+def test_what_no_published_small_model_has_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match="has vocab_size_per_layer_input=262144"):
+        from_hf_config({key: value for key, value in SMALL.items() if key != "vocab_size_per_layer_input"})
+    experts = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+    with pytest.raises(UnknownArchitecture, match="has use_double_wide_mlp=True beside experts"):
+        from_hf_config(SMALL | experts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_shared_layers": 6},
+        {"num_kv_shared_layers": 7},
+        {"num_kv_shared_layers": -1},
+        {"num_kv_shared_layers": "x"},
+        {"layer_types": ["sliding_attention"] * 6},
+        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 3},
+        {"hidden_size_per_layer_input": -1},
+        {"hidden_size_per_layer_input": "x"},
+    ],
+    ids=str,
+)
+def test_layers_without_keys_to_share_are_damage(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        from_hf_config(SMALL | changes)
+
+
+@pytest.mark.parametrize("shared", [0, 1, 3])
+def test_a_layer_reads_the_keys_of_the_last_of_its_kind_that_has_any(shared: int) -> None:
+    """The judge is the class, which says which layers store theirs."""
+    told = AutoConfig.for_model(**SMALL | {"num_kv_shared_layers": shared})
+    model = from_hf_config(told.to_dict())
+    modes = told.kv_sharing_modes
+    assert [model.shares_kv(layer) for layer in range(6)] == [mode == "reuse" for mode in modes]
+    for layer in range(6):
+        source = model.kv_layer(layer)
+        assert model.in_window(layer) == model.in_window(source)
+        assert modes[source] == "store" if model.shares_kv(layer) else source == layer
 
 
 @pytest.mark.parametrize(
@@ -171,8 +216,10 @@ def test_sizes_of_layers_that_are_none_are_damage(said: Any) -> None:
 )
 @pytest.mark.parametrize("family", KINDS)
 def test_every_bit_comes_back_from_megatron(family: str, container: Any, sizes: Parallelism, tmp_path: Path) -> None:
-    if family == "gemma4" and sizes.expert > 1:
+    if family != "gemma4-moe" and sizes.expert > 1:
         pytest.skip("no experts")
+    if family == "gemma4-small" and sizes.tensor > 2:
+        pytest.skip("two groups of queries")
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", container=container, parallelism=sizes)
     run(tmp_path / "megatron", tmp_path / "back", "hf", verify=True)
@@ -184,7 +231,9 @@ def test_every_bit_comes_back_from_megatron(family: str, container: Any, sizes: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("family", "saved"), [("gemma4", hf_trainer), ("gemma4-moe", pytorch)], ids=KINDS)
+@pytest.mark.parametrize(
+    ("family", "saved"), [("gemma4", hf_trainer), ("gemma4-moe", pytorch), ("gemma4-small", hf_trainer)], ids=KINDS
+)
 def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s_factor(
     family: str, saved: Callable[[Path, Any, Any], Path], tmp_path: Path
 ) -> None:
@@ -199,7 +248,7 @@ def test_an_optimizer_goes_through_both_containers_and_has_no_state_of_a_layer_s
     assert first.specs.keys() == second.specs.keys()
     assert all(torch.equal(read_tensor(first, name), read_tensor(second, name)) for name in first.specs)
     kept = sorted(name for name in first.specs if name.endswith("layer_scalar"))
-    assert kept == [f"decoder.layers.{layer}.layer_scalar" for layer in range(3)]
+    assert kept == [f"decoder.layers.{layer}.layer_scalar" for layer in range(model.config.num_hidden_layers)]
 
 
 def test_ranks_divide_the_groups_of_both_kinds_of_attention(tmp_path: Path) -> None:
@@ -219,6 +268,11 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4-moe", {"top_k_experts": 8, "rms_norm_eps": 0.1}),
     ("gemma4-moe", {"num_experts": 4, "top_k_experts": 2, "final_logit_softcapping": 5.0}),
     ("gemma4-moe", {"moe_intermediate_size": 128, "intermediate_size": 16, "layer_types": ["full_attention"] * 3}),
+    ("gemma4-small", {}),
+    ("gemma4-small", {"use_double_wide_mlp": False, "num_kv_shared_layers": 0}),
+    ("gemma4-small", {"hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 6}),
+    ("gemma4-small", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 1}),
+    ("gemma4-moe", {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3, "attention_k_eq_v": False}),
 ]
 
 
@@ -228,7 +282,9 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, changes: di
     theirs = transformers_model(family, **changes)
     ours = as_gpt(converted(theirs, tmp_path))
     tokens = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
-    expected, found = theirs(tokens).logits, ours(tokens)
+    # asked for hidden states, it computes all tokens in all layers: else it fails where keys are shared without
+    # embeddings for each layer
+    expected, found = theirs(tokens, output_hidden_states=True).logits, ours(tokens)
     difference = (found[..., :VOCABULARY] - expected).abs().max()
     assert difference < 1e-5 * expected.std()
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
@@ -239,7 +295,7 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, changes: di
             parameter.copy_(parameter.grad)
     gradients = converted(theirs, tmp_path).tensors
     trained_here = {name: one for name, one in ours.named_parameters() if not name.endswith("layer_scalar")}
-    assert len(trained_here) == len(gradients) - 3
+    assert len(trained_here) == len(gradients) - theirs.config.num_hidden_layers
     for name, parameter in trained_here.items():
         assert parameter.grad is not None, name
         if changes.get("top_k_experts") == 1 and ".router." in name:
@@ -255,6 +311,27 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, changes: di
 def test_experts_without_their_sizes_are_damage(changes: dict[str, Any]) -> None:
     with pytest.raises(DamagedCheckpoint):
         from_hf_config(EXPERTS | changes)
+
+
+E2B = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1} | {
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+}
+E4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42, "num_key_value_heads": 2} | {
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 18,
+    "use_double_wide_mlp": False,
+}
+
+
+@pytest.mark.parametrize("sizes", [E2B, E4B], ids=["E2B", "E4B"])
+def test_the_small_ones_have_the_parameters_of_their_class(sizes: dict[str, Any]) -> None:
+    told = {"vocab_size": 262144, "num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512}
+    model = from_hf_config({"model_type": "gemma4_text", **told, "max_position_embeddings": 131072, **sizes})
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **told, **sizes))
+    assert Parameters.of(model).all == pytest.approx(sum(each.numel() for each in theirs.parameters()), rel=1e-3)
 
 
 def test_the_26b_has_the_parameters_that_its_model_card_says() -> None:

@@ -46,6 +46,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
         ({"backend": "emulated"}, "this run is emulated"),
         ({"ranks": 2}, "ranks put parameters together"),
         ({"family": "mixtral"}, "the sizes of the experts' GEMMs"),
+        ({"family": "gemma4-small"}, "takes more than the hidden states"),
         ({"train": {"recompute": "layer"}}, "train.recompute computes"),
         ({"rows": "conversations"}, "another shape in each pass"),
         ({"rows": "both"}, "another shape in each pass"),

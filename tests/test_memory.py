@@ -140,6 +140,7 @@ LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batc
         ("llama-2", LONG),
         ("llama-2", {**LONG, "train__recompute": "layer"}),
         ("mixtral", LONG),
+        ("gemma4-small", {**LONG, "train__recompute": "layer"}),
     ],
 )
 def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyond(
@@ -151,8 +152,8 @@ def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyon
 
 
 def test_parameters_are_those_of_the_model_but_for_norms_and_biases() -> None:
-    for family in ("llama-2", "llama-tied", "gpt2", "qwen3-moe", "deepseek-v2", "deepseek-v3"):
-        model = shape(family)
+    for family in ("llama-2", "llama-tied", "gpt2", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gemma4-small"):
+        model = replace(shape(family), unused_kv=family == "gemma4-small")
         gpt = GPT(model, recipe().precision, device="meta")
         expected = sum(each.numel() for each in gpt.parameters() if each.dim() > 1)
         assert Parameters.of(model).all == expected, family

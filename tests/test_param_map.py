@@ -60,6 +60,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         attention_output_gate=draw(st.booleans()),
+        per_layer_embed_dim=draw(sizes),
         mtp_num_layers=draw(st.integers(0, 2)),
     )
 
@@ -150,7 +151,8 @@ def test_every_table_names_each_tensor_once() -> None:
     for table in supported().values():
         assert isinstance(table, Architecture)
         rows = table.spelled({}, MODEL)
-        megatron = [(row.megatron, row.layers) for row in rows]
-        hf = [(name, row.layers) for row in rows for name in row.hf]
+        where = {row: (row.layers, row.shares_kv, row.present) for row in rows}
+        megatron = [(row.megatron, where[row]) for row in rows]
+        hf = [(name, where[row]) for row in rows for name in row.hf]
         assert len(set(megatron)) == len(megatron)
         assert len(set(hf)) == len(hf)

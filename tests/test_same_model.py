@@ -213,6 +213,7 @@ EXPERTS = dataclasses.replace(
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
+SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 SCALED = dataclasses.replace(
@@ -258,6 +259,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "v_l2_norm": True,
             "keys_are_values": True,
             "layer_scalar": True,
+            "per_layer_embed_dim": 8,
             "global_attention": GLOBAL.global_attention,
             "attention_output_gate": True,
             "query_pre_attn_scalar": 9.0,
@@ -331,6 +333,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         (GLOBAL, {f"global_attention.{name}": value})
         for name, value in {"num_query_groups": 4, "kv_channels": 4, "keys_are_values": False}.items()
     ),
+    (SHARING, {"num_kv_shared_layers": 1}),
+    (SHARING, {"use_double_wide_mlp": True}),
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
     (with_fields(EXPERTS, {"moe.score_function": "sigmoid"}), {"moe.pre_softmax": False}),
     (DENSE, {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}),
@@ -364,6 +368,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"qk_layernorm_over_heads": True}),
     (DENSE, {"qk_layernorm_after_rope": True}),
     (DENSE, {"query_scaling_floor": 2}),
+    (DENSE, {"use_double_wide_mlp": True}),
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
@@ -479,6 +484,22 @@ def _other_than(value: object) -> object:
 def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
     with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
+        GPT(with_fields(model, change), BF16)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (dataclasses.replace(LATENT, window_layers=None), {"num_kv_shared_layers": 1}),
+        (DELTA, {"num_kv_shared_layers": 1}),
+        (dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False), {"per_layer_embed_dim": 8}),
+    ],
+    ids=["latents", "delta nets", "xIELU"],
+)
+def test_what_only_grouped_queries_share_and_a_gate_without_parameters(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"is not computed here with {next(iter(change))}="):
         GPT(with_fields(model, change), BF16)
 
 

@@ -288,7 +288,6 @@ def test_what_a_text_config_leaves_out_is_what_its_class_takes(kind: str) -> Non
     model_type = WRAPPERS[kind]["model_type"]
     said: dict[str, Any] = {
         "qwen3_vl_moe": {"num_experts": 60},
-        "gemma4": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
     }.get(kind, {})
     told = AutoConfig.for_model(kind, text_config=AutoConfig.for_model(model_type, **said)).to_dict()
     assert told["text_config"]["model_type"] == model_type

@@ -45,6 +45,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified_text",
+        "pad_token_id": 0,
+        "attention_k_eq_v": True,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": MROPE},
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl_text",
@@ -123,9 +132,15 @@ MISTRAL_4: dict[str, Any] = {
 }
 """Another text model of a `mistral3`: Mistral Small 4's."""
 
-TIED = {"gemma3", "gemma4"}
+TIED = {"gemma3", "gemma4", "gemma4_unified"}
 
-OPTIONAL: dict[str, Any] = {"gemma4": {"vision_config": {}, "audio_config": {}}}
+OPTIONAL: dict[str, Any] = {
+    "gemma4": {"vision_config": {}, "audio_config": {}},
+    "gemma4_unified": {
+        "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 20, "patch_size": 2},
+        "audio_config": {"audio_embed_dim": 64},
+    },
+}
 """Towers that a wrapper has only where its config says so."""
 
 

@@ -1,13 +1,16 @@
-"""Gemma 4 (text, without per-layer embeddings: the dense 31B, and the 26B with experts): Gemma 3 whose layers without a
-window have heads of their own size and number, and values that are their keys.
+"""Gemma 4 (text): Gemma 3 whose layers without a window have heads of their own size. In the larger models, the dense
+31B and the 26B with experts, they have another number of heads too, and values that are their keys; in the smaller
+ones, E2B and E4B, tokens have an embedding for each layer, and the last layers read keys and values of earlier ones.
 
 Traps: norms store their factor, not less one as in earlier Gemmas; scores are not scaled; a value is the key before its
 norm and rotary embeddings, and has a norm without weights; the last layer has no window whatever is listed; rotary
 embeddings are `proportional`, of all pairs of a head, whose last ones have a frequency of 0; a layer's factor is a
 buffer. Experts are beside the MLP of each layer, not in its place: router, experts and MLP each have a norm before
 them, the last two one after, and so has their sum; the weights of the chosen experts sum to 1 before each is multiplied
-by a number of its expert. transformers 5.23 saves what single layers have otherwise as `per_layer_config`, where
-published files have `global_head_dim` and `num_global_key_value_heads`.
+by a number of its expert. Layers that share keys and values have projections and a norm of their own in published files
+of E2B and E4B, but not of their QAT, and nothing reads them: transformers neither loads nor saves them. transformers
+5.23 saves what single layers have otherwise as `per_layer_config`, where published files have `global_head_dim` and
+`num_global_key_value_heads`, which counts only where keys are values.
 """
 
 from collections.abc import Mapping
@@ -34,8 +37,8 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.gemma2 import SCALED_EMBEDDING
 from precisionctl.architectures.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.llama_rows import (
-    ATTENTION,
     ATTENTION_NORM,
+    MLP,
     PROJ,
     QK_NORMS,
     QKV_LINEAR,
@@ -44,11 +47,12 @@ from precisionctl.architectures.llama_rows import (
     model_rows,
 )
 from precisionctl.architectures.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
-from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
+from precisionctl.param import ROWS
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
 """What its class takes for keys that are not there."""
@@ -58,7 +62,80 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
-_WITHOUT_VALUES = tuple(replace(row, names=row.hf[:2]) for row in QKV_LINEAR)
+_QKV, _ = QKV_LINEAR
+_QUERY, _KEY, _VALUE = _QKV.hf
+_Q_NORM, _K_NORM = QK_NORMS
+_UNUSED = "decoder.layers.{layer}.self_attention.unused_"
+_SHARING = (
+    replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
+    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("unused_kv"), gemm=True),
+    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("unused_kv"), gemm=True),
+    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("unused_kv")),
+)
+"""Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
+where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
+
+
+def _attention(*own: Row) -> tuple[Row, ...]:
+    """Of a kind of layers, whose own projections are these, but for those that share keys and values."""
+    kept = (replace(row, shares_kv=False) for row in (*own, _K_NORM))
+    return (*kept, *(replace(row, shares_kv=True) for row in _SHARING), _Q_NORM, *PROJ)
+
+
+_GLOBAL = (
+    replace(_QKV, present=when("global_values")),
+    replace(_QKV, names=(_QUERY, _KEY), present=when("global_keys_are_values")),
+)
+
+_WIDE = {"fc1_size": "kv_shared_fc1_size", "ffn_hidden_size": "kv_shared_ffn_hidden_size"}
+_AFTER_ATTENTION = (
+    *(row for row in AFTER_ATTENTION if row not in MLP),
+    *(replace(row, shares_kv=False) for row in MLP),
+    *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in MLP),
+)
+"""With an MLP of another size where layers share keys and values."""
+
+_PER_LAYER = tuple(
+    replace(row, present=when("per_layer_embed_dim"))
+    for row in (
+        Row(
+            "model.embed_tokens_per_layer.weight",
+            "embedding.per_layer_embedding.weight",
+            ("padded_vocab_size", "per_layer_embed_size"),
+            VOCABULARY,
+            ROWS,
+        ),
+        Row(
+            "model.per_layer_model_projection.weight",
+            "embedding.per_layer_model_proj.weight",
+            ("per_layer_embed_size", "hidden_size"),
+        ),
+        Row(
+            "model.per_layer_projection_norm.weight",
+            "embedding.per_layer_proj_norm.weight",
+            ("per_layer_embed_dim",),
+            GAMMA,
+        ),
+        Row(
+            "model.layers.{layer}.per_layer_input_gate.weight",
+            "decoder.layers.{layer}.per_layer_input_gate.weight",
+            ("per_layer_embed_dim", "hidden_size"),
+        ),
+        Row(
+            "model.layers.{layer}.per_layer_projection.weight",
+            "decoder.layers.{layer}.per_layer_projection.weight",
+            ("hidden_size", "per_layer_embed_dim"),
+        ),
+        Row(
+            "model.layers.{layer}.post_per_layer_input_norm.weight",
+            "decoder.layers.{layer}.post_per_layer_input_norm.weight",
+            ("hidden_size",),
+            GAMMA,
+        ),
+    )
+)
+"""Under Megatron-Bridge's names (models/gemma/gemma4_bridge.py), but those outside of layers within `embedding`, with
+which they are on the first stage of a pipeline. As there, no GEMM of them computes in FP8."""
 
 _LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
 
@@ -102,6 +179,9 @@ def _windows(config: Config, where: object) -> list[bool]:
 def _read_experts(config: Config, where: object) -> Fields:
     if not config.get("enable_moe_block"):
         return {}
+    if config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers"):
+        what = f"no {config.get('model_type')} known here has use_double_wide_mlp=True beside experts"
+        raise UnknownArchitecture(what, where=where)
     numbers = {key: size(config, key, where) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
     return {
         "moe.num_experts": numbers["num_experts"],
@@ -138,8 +218,8 @@ def _write_windows(model: ModelShape) -> Config:
 
 def _read_heads(config: Config, where: object) -> Fields:
     sizes = {**_ABSENT, **config}
-    own = {"head_dim": sizes["global_head_dim"]}
-    if sizes.get("num_global_key_value_heads") is not None:
+    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, bool(config.get("attention_k_eq_v"))
+    if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
     if "per_layer_config" in config:
         own = _of_layers(config["per_layer_config"], _windows(config, where), where)
@@ -149,7 +229,7 @@ def _read_heads(config: Config, where: object) -> Fields:
         **in_window,
         "global_attention.num_query_groups": own.get("num_key_value_heads", in_window["num_query_groups"]),
         "global_attention.kv_channels": own.get("head_dim", in_window["kv_channels"]),
-        "global_attention.keys_are_values": True,
+        "global_attention.keys_are_values": keys_are_values,
     }
 
 
@@ -174,6 +254,26 @@ def _write_heads(model: ModelShape) -> Config:
         "head_dim": model.kv_channels,
         "num_global_key_value_heads": without_window.num_query_groups,
         "global_head_dim": without_window.kv_channels,
+        "attention_k_eq_v": without_window.keys_are_values,
+    }
+
+
+def _read_per_layer(config: Config, where: object) -> Fields:
+    if not config.get("hidden_size_per_layer_input", 256):
+        return {}
+    known, tokens = size(config, "vocab_size", where), config.get("vocab_size_per_layer_input", 262144)
+    if tokens != known:
+        what = f"no {config.get('model_type')} known here has vocab_size_per_layer_input={shown(tokens)}"
+        raise UnknownArchitecture(what, where=where, do=f"Its table was made for vocab_size, which is {known}.")
+    return {"per_layer_embed_dim": config.get("hidden_size_per_layer_input", 256)}
+
+
+def _write_per_layer(model: ModelShape) -> Config:
+    if model.per_layer_embed_dim is None:
+        return {"hidden_size_per_layer_input": 0}
+    return {
+        "hidden_size_per_layer_input": model.per_layer_embed_dim,
+        "vocab_size_per_layer_input": model.vocab_size,
     }
 
 
@@ -181,11 +281,12 @@ ARCHITECTURE = Architecture(
     model_types={"gemma4_text": "Gemma4ForCausalLM"},
     rows=model_rows(
         *ATTENTION_NORM,
-        *only_in("windowed", ATTENTION),
-        *only_in("global", (*_WITHOUT_VALUES, *QK_NORMS, *PROJ)),
-        *AFTER_ATTENTION,
+        *only_in("windowed", _attention(_QKV)),
+        *only_in("global", _attention(*_GLOBAL)),
+        *_AFTER_ATTENTION,
         *_BESIDE_EXPERTS,
         *_EXPERTS,
+        *_PER_LAYER,
         _LAYER_SCALAR,
     ),
     config=(
@@ -193,14 +294,14 @@ ARCHITECTURE = Architecture(
         Rule(
             (
                 *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
-                *("num_global_key_value_heads", "per_layer_config"),
+                *("num_global_key_value_heads", "per_layer_config", "attention_k_eq_v"),
             ),
             _read_heads,
             _write_heads,
         ),
-        Only("attention_k_eq_v", True, absent=False),
-        Only("hidden_size_per_layer_input", 0, absent=256),
-        Only("num_kv_shared_layers", 0),
+        Rule(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _read_per_layer, _write_per_layer),
+        Key("num_kv_shared_layers", "num_kv_shared_layers", 0),
+        Key("use_double_wide_mlp", "use_double_wide_mlp", False),
         Rule(
             ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _read_experts, _write_experts
         ),

@@ -62,12 +62,13 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or all. `gemm` says
-    whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face
-    tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever dtype the target
-    has. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with `wide_beside` it
-    becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that name beside it,
-    that dtype. `as_stored` is the same row under the source's names, where those are not the ones to write.
+    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or all; of these, with
+    `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is the weight of a GEMM that
+    an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports.
+    `keeps_dtype` says whether values stay as stored whatever dtype the target has. A norm that is 1 more in Hugging
+    Face than in Megatron would lose bits on its way: with `wide_beside` it becomes FP32, and on the way back, when its
+    dtype is another one than that of the parameter of that name beside it, that dtype. `as_stored` is the same row
+    under the source's names, where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
@@ -78,6 +79,7 @@ class Row:
     present: Condition = ALWAYS
     parts: str | None = None
     layers: Literal["all", "dense", "moe", "attention", "gdn", "mamba", "indexed", "windowed", "global"] = "all"
+    shares_kv: bool | None = None
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
@@ -102,6 +104,11 @@ class Row:
         """The row with parts of its names replaced, in Hugging Face and in Megatron."""
         names = tuple(_replaced(name, hf) for name in self.hf)
         return replace(self, names=names, megatron=_replaced(self.megatron, megatron or {}))
+
+    @property
+    def unused(self) -> bool:
+        """Whether no program computes with this parameter."""
+        return ".self_attention.unused_" in self.megatron and "{layer}" in self.megatron
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
@@ -164,6 +171,8 @@ class Row:
         return model.attention_of(in_window=self.layers != "global")
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        if self.shares_kv not in (None, model.shares_kv(layer)):
+            return False
         if model.mamba:
             return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
         if self.layers in ("attention", "gdn"):

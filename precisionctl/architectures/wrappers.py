@@ -60,7 +60,8 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "internvl": WrapperNames(text="qwen2", mark="multi_modal_projector.layer_norm."),
     "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
-    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="embed_vision.embedding_projection."),
+    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
+    "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
     "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
@@ -114,6 +115,11 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         {"final_logit_softcapping": None},
     ),
     "gemma4_text": TextModel("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
+    "gemma4_unified_text": TextModel(
+        "gemma4_text",
+        _sizes(262144, 2304, 9216, 30, 8, 4, 262144) | {"sliding_window": 1024},
+        {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    ),
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"),
         TextModel(

@@ -35,6 +35,7 @@ _MODULES = (
     *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
     *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     *("block_sparse_moe",),
     *("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "sinks"),
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
@@ -44,7 +45,8 @@ _MODULES = (
     *("wg", "shared_experts", "shared_expert", "shared_mlp", "input_linear", "output_linear"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
-    *("norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
+    *("norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+    *("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
 """The names of modules and parameters in transformers' classes. Those of one module are in the order in which it

@@ -188,7 +188,7 @@ class InScheme:
         """The fixed input scales of a job's weights, of the largest amax of a group's inputs."""
         if self.inputs is None:
             return {}
-        amax = torch.stack([self.inputs[job.module] for job in group]).amax()
+        amax = torch.stack([self.inputs[job.module] for job in group if job.module in self.inputs]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
         of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
         numbers = "FP32" if of_groups else self.format.numbers

@@ -44,6 +44,8 @@ def input_amaxes(
         raise MissingFp8State(f"{why_no_state}: {what}", do=record)
     amaxes = {}
     for job in jobs:
+        if job.row.unused:  # it has no input; what engines fuse it with has
+            continue
         state = states.modules.get(job.module)
         amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
         if not amax > 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from precisionctl.architectures.families import table_of
-from precisionctl.architectures.param_map import Alias, Row, filled, names
+from precisionctl.architectures.param_map import Alias, Place, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.dtypes import DType
@@ -71,7 +71,7 @@ def make_plan(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
                 do="Give the directory that has them with --reference.",
             )
-        stored = _with_mtp(source, rows)
+        stored = _as_stored(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         if target == "megatron":
             parallelism = checks.with_stages(parallelism, model.num_layers)
@@ -121,10 +121,11 @@ def plan_weights(source: PlanSource) -> Plan:
 
 def stored_model(source: PlanSource) -> ModelShape:
     """The source's model as its tensors show it: without the multi-token prediction layers that its config.json claims
-    if none of their tensors is there."""
-    if not source.model.mtp_num_layers:
+    if none of their tensors is there, and with the unused projections of layers that share keys and values if they
+    are."""
+    if not source.model.mtp_num_layers and not source.model.num_kv_shared_layers:
         return source.model
-    return _with_mtp(source, table_of(source.model).spelled(_hf_specs(source), source.model))
+    return _as_stored(source, table_of(source.model).spelled(_hf_specs(source), source.model))
 
 
 def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
@@ -135,16 +136,21 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
     return {name.removeprefix(TOWERS): spec for name, spec in source.specs.items() if name.startswith(TOWERS)}
 
 
-def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
-    """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
-    transformers reads and writes such checkpoints without them."""
+def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
+    """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors, and
+    with unused projections if it has any: transformers reads and writes such checkpoints without them."""
+
+    def any_stored(some: Iterable[Row], place: Place) -> bool:
+        return any(name in source.specs for row in some for name in names(row, source.layout, place))
+
+    model = source.model
     of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
-    if not of_mtp:
-        return source.model
-    first = {"mtp": 0, "mtp_layer": source.model.num_layers}
-    if any(name in source.specs for row in of_mtp for name in names(row, source.layout, first)):
-        return source.model
-    return dataclasses.replace(source.model, mtp_num_layers=0, mtp_dense=False)
+    if of_mtp and not any_stored(of_mtp, {"mtp": 0, "mtp_layer": model.num_layers}):
+        model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
+    unused = [row for row in rows if row.unused]
+    if unused and any_stored(unused, {"layer": model.num_layers - 1}) and model.num_kv_shared_layers:
+        model = dataclasses.replace(model, unused_kv=True)
+    return model
 
 
 def _row_jobs(

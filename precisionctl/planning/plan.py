@@ -153,7 +153,7 @@ class Plan:
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:
         """Modules whose GEMM an FP8 recipe computes in FP8, and the shape of their scales: `[]`, or `[experts]`."""
-        gemms = [job for job in self.jobs if job.row.gemm]
+        gemms = [job for job in self.jobs if job.row.gemm and not job.row.unused]
         experts = Counter(job.module for job in gemms if job.row.of_experts)
         return {job.module: (experts[job.module],) if job.row.of_experts else () for job in gemms}
 

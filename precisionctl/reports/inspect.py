@@ -279,8 +279,12 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "num_layers" not in model:
         return [("table", "none for this family: converts from Hugging Face to Hugging Face only")]
     padding = model["padded_vocab_size"] - model["vocab_size"]
+    per_layer = model["per_layer_embed_dim"]
+    beside = f", an embedding of {per_layer} for each layer" if per_layer else ""
+    wide = ", twice as wide where keys are shared" if model["use_double_wide_mlp"] else ""
+    mlp = f"MLP {model['ffn_hidden_size']}{wide}"
     return [
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}"),
         ("attention", _attention(model)),
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
@@ -318,7 +322,9 @@ def _attention(model: Mapping[str, Any]) -> str:
     own = model["global_attention"]
     groups = counted(model["num_query_groups"], "key-value group")
     without_window = f", {own['num_query_groups']} in layers without a window" if own else ""
-    return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}"
+    shared = model["num_kv_shared_layers"]
+    shares = f"; the last {counted(shared, 'layer')} read keys and values of earlier ones" if shared else ""
+    return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}{shares}"
 
 
 def _experts(moe: Mapping[str, Any]) -> str:

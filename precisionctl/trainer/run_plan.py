@@ -128,6 +128,9 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
         "Transformer Engine captures them on a GPU, and this run is emulated": backend != "te",
         "ranks put parameters together for each pass": world.shards_parameters(ranks, recipe),
         "the host must know the sizes of the experts' GEMMs in each pass": model.moe is not None,
+        "a layer takes more than the hidden states of the one before": bool(
+            model.num_kv_shared_layers or model.per_layer_embed_dim
+        ),
         "train.recompute computes layers again outside of them": recipe.train.recompute != "none",
     }
     _refuse_graphs(recipe, [reason for reason, holds in reasons.items() if holds])

@@ -12,7 +12,10 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.verify.hf_tensors import PIECE, HfTensors, StoredRows
 
-_OF_VOCABULARY = (".embedding.word_embeddings.weight", ".output_layer.weight", ".output_layer.bias")
+_OF_VOCABULARY = (
+    *(".embedding.word_embeddings.weight", ".embedding.per_layer_embedding.weight"),
+    *(".output_layer.weight", ".output_layer.bias"),
+)
 
 
 class OptimizerTensors:

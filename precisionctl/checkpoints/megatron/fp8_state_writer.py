@@ -23,7 +23,7 @@ Object: TypeAlias = "Tensor | io.BytesIO"
 """A payload in the types that TE has used for it: a uint8 tensor `[bytes]`, or a file."""
 
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")
-_NONE = ("word_embeddings", "position_embeddings", "output_layer", "router", "conv1d")
+_NONE = ("word_embeddings", "position_embeddings", "per_layer_embedding", "output_layer", "router", "conv1d")
 _ATTENTION = ".self_attention.linear_proj"
 
 

@@ -105,7 +105,8 @@ def renumbered(name: str, first_layer: int, first_expert: int) -> str:
 
 
 _ROWS = (
-    *("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight"),
+    *("word_embeddings.weight", "per_layer_embedding.weight"),
+    *("output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight"),
     *("self_attention.dt_bias", "self_attention.A_log"),
     *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
 )

@@ -160,22 +160,21 @@ class Backend(Protocol):
         the histories: they would keep the scales from changing."""
         ...
 
-    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(*arguments)` with activation recomputation: the backward computes it again with the scales of this
         pass, to the same bits. Its amaxes are recorded only once."""
         ...
 
 
-def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractContextManager[None]) -> Tensor:
+def recompute(function: Callable[..., Any], *arguments: Any, again: AbstractContextManager[None]) -> Any:
     """`function(*arguments)`, which the backward calls again, in the context `again`."""
-    made: Tensor = checkpoint(
+    return checkpoint(
         function,
         *arguments,
         use_reentrant=False,
         preserve_rng_state=False,  # no random numbers are drawn
         context_fn=lambda: (nullcontext(), again),
     )
-    return made
 
 
 def column_linear(

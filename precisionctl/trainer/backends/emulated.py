@@ -293,7 +293,7 @@ class EmulatedBackend:
         self._forward.forget_infinite(skipped)
         self._backward.forget_infinite(skipped)
 
-    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         scale, recorder = self._forward.state.scale, self.recorder  # this pass's, as updates make new tensors
 
         @contextmanager

@@ -256,13 +256,12 @@ class TransformerEngineBackend:
             parts = torch.split(flat, [history.numel() for history in histories])
             torch._foreach_copy_(histories, [p.view_as(history) for p, history in zip(parts, histories, strict=True)])
 
-    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self.recorder:
             return recompute(function, *arguments, again=self.recorder.recomputing())
         if self.world.shards_parameters:  # scales are still those of this pass, and amaxes are the same again
             return recompute(function, *arguments, again=self._autocast())
-        out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
-        return out
+        return te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
 
 
 def _recipe(precision: Precision) -> Recipe:

@@ -20,7 +20,8 @@ class _Stage(nn.Module):
         self.layer, self._positions = layer, positions
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.layer(hidden, self._positions)
+        out: Tensor
+        out, _ = self.layer(hidden, self._positions)
         return out
 
 

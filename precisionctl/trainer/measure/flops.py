@@ -43,7 +43,8 @@ def _pairs(length: int, chunk: int | None) -> int:
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model, layer) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
-    return layers + model.hidden_size * model.padded_vocab_size
+    per_layer = 3 * model.per_layer_embed_size  # made of an embedding; then in each layer, there and back
+    return layers + model.hidden_size * (model.padded_vocab_size + per_layer)
 
 
 def delta_rule(model: ModelShape) -> int:
@@ -60,10 +61,11 @@ def projections(model: ModelShape, layer: int) -> int:
     hidden, mla = model.hidden_size, model.mla
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+    shared = model.shares_kv(layer)
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
-        return hidden * model.qkv_size + out
+        return hidden * (model.qkv_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
     return queries + hidden * model.latent_size + mla.kv_lora_rank * model.key_value_size + out
@@ -85,7 +87,7 @@ def mlp(model: ModelShape, inner: int) -> int:
 def inner_used(model: ModelShape, layer: int) -> int:
     """The number of MLP channels that a token uses in a layer, summed over the experts that it is routed to."""
     if model.moe is None or not model.has_experts(layer):
-        return model.ffn_hidden_size
+        return model.ffn_size(layer)
     return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
 
 

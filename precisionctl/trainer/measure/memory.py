@@ -58,8 +58,11 @@ class Parameters:
 
         def dense(layer: int) -> int:
             attention = projections(model, layer) + (indexer(model) if model.has_indexer(layer) else 0)
+            if model.unused_kv and model.shares_kv(layer):
+                attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
+            attention += 2 * (model.per_layer_embed_dim or 0) * model.hidden_size
             if moe is None or not model.has_experts(layer):
-                return attention + mlp(model, model.ffn_hidden_size)
+                return attention + mlp(model, model.ffn_size(layer))
             router = moe.num_experts * model.hidden_size
             return attention + mlp(model, moe.shared_ffn_hidden_size or 0) + router
 
@@ -71,7 +74,8 @@ class Parameters:
             alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
             joining = model.doubled_hidden_size * model.hidden_size
             ahead = model.mtp_num_layers * (alike.dense[-1] + alike.experts[-1] + joining)
-        outside = table * (2 - model.tied_embeddings) + places + ahead
+        per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
+        outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead
         return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
 
     @property
@@ -147,7 +151,7 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    widest = [model.fc1_size]  # channels of activations
+    widest = [model.fc1_size, model.kv_shared_fc1_size]  # channels of activations
     widest += [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     widest += [model.gdn.in_proj_size] if model.gdn else []
     if model.moe:
@@ -157,8 +161,11 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
+        beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
+        read = {model.kv_layer(each) for each in range(model.num_layers) if model.shares_kv(each)}
+        beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
         held = sum(codes) if recipe.casts_once else 0
-        return round(inputs + last + held + max(logits, max(layers) + working))
+        return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
 
 
@@ -193,21 +200,24 @@ def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     gdn = model.gdn if model.has_delta_net(layer) else None
     attention = model.attention_of(model.in_window(layer))
-    inside = _delta_net(gdn, kept) if gdn else _attention(attention, kept, length)
+    inside = _delta_net(gdn, kept) if gdn else _attention(attention, kept, length, model.shares_kv(layer))
     inside = kept.input * model.hidden_size + inside / kept.tensor
+    if model.per_layer_embed_dim:
+        inside += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     return norms * kept.norm * model.hidden_size / kept.tokens + inside + _inner(model, layer, kept)
 
 
-def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
-    """Bytes that attention saves for the backward for each token."""
+def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> float:
+    """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
+    that it `shares_kv` with."""
     heads, out = model.num_attention_heads, model.projection_size
     rotated = 0 if model.learned_positions else 2
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
     else:
-        keys = model.key_size
-        made = 2 * model.qkv_size + rotated * (model.query_size + keys)
+        keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
+        made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
@@ -245,7 +255,7 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
     channel /= kept.tensor
     if moe is None or not model.has_experts(layer):
-        return kept.input * hidden + channel * model.ffn_hidden_size
+        return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
     if moe.own_norms:  # on all tokens the router's (two FP32 values) and the experts'; then those behind experts
         router += (4 + 4 + kept.norm) * hidden
@@ -260,6 +270,6 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
 def _tensors(model: ModelShape) -> Iterator[int]:
     """Sizes of the larger linears' weights."""
     of_attention = (size for each in model.attentions for size in (each.qkv_size, each.projection_size))
-    yield model.hidden_size * max(model.fc1_size, *of_attention)
+    yield model.hidden_size * max(model.fc1_size, model.kv_shared_fc1_size, *of_attention)
     yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
     yield model.hidden_size * model.gdn.in_proj_size if model.gdn else 0

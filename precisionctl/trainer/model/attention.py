@@ -100,18 +100,25 @@ class NormOverHeads(nn.Module):
         return normed.to(heads.dtype).view_as(heads)
 
 
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values as attention takes them, `[B, S, G, D]`."""
+
+
 class SelfAttention(nn.Module):
     """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value
-    unless keys are values, each D rows. `model` is that of `attention_of` for this kind of layer."""
+    unless keys are values, each D rows; of a layer that `shares_kv`, queries and gates alone. `model` is that of
+    `attention_of` for this kind of layer."""
 
-    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False) -> None:
         super().__init__()
         self.name, self.backend = f"{name}.core_attention", backend
         self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
         norm, hidden = norm_of(model), model.hidden_size
         bias = model.add_bias_linear or model.add_qkv_bias
+        self.own_kv = 0 if shares_kv else 1 if model.keys_are_values else 2
+        rows = model.qkv_size - (model.key_value_size if shares_kv else 0)
         self.linear_qkv = column_linear(
-            backend, f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm if model.fused_layernorms else None
+            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_layernorms else None
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
@@ -120,9 +127,12 @@ class SelfAttention(nn.Module):
             self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
         elif model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
+        if shares_kv:
+            self.k_layernorm = nn.Identity()
+            if model.unused_kv:
+                self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
-        self.keys_are_values = model.keys_are_values
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
@@ -130,29 +140,25 @@ class SelfAttention(nn.Module):
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
         )
 
-    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """`[T, E]` to the same."""
+    def forward(
+        self, hidden: Tensor, positions: Positions, shared: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """`[T, E]` to the same, and the keys and values that it read: the `shared` ones of another layer, or its
+        own."""
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
-        others = [1] if self.keys_are_values else [1, 1]
-        query, key, *values = (
-            part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - len(others), *others], 3)
-        )
-        value = values[0] if values else key
-        if self.v_l2_norm:
-            value = F.rms_norm(value, (self.head,), eps=self.l2_epsilon)
+        sizes = [qkv.shape[3] - self.own_kv, *[1] * self.own_kv]
+        query, *own = (part.flatten(2, 3) for part in torch.split(qkv, sizes, 3))
         if self.gated:
             of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
-        if self.norms_after_rope:
-            query = self.q_layernorm(rotate(query, positions, self.interleaved))
-            key = self.k_layernorm(rotate(key, positions, self.interleaved))
+        query = scaled(self._placed(query, self.q_layernorm, positions), positions)
+        if shared is None:
+            key, value = self._placed(own[0], self.k_layernorm, positions), own[-1]
+            if self.v_l2_norm:
+                value = F.rms_norm(value, (self.head,), eps=self.l2_epsilon)
         else:
-            query = rotate(self.q_layernorm(query), positions, self.interleaved)
-            key = rotate(self.k_layernorm(key), positions, self.interleaved)
-        if self.qk_l2_norm and positions.cos is not None:
-            query, key = (F.rms_norm(heads, (self.head,), eps=self.l2_epsilon) for heads in (query, key))
-        query = scaled(query, positions)
+            key, value = shared
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
@@ -160,7 +166,26 @@ class SelfAttention(nn.Module):
         if self.gated:
             attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
         out: Tensor = self.linear_proj(attended)
-        return out
+        return out, (key, value)
+
+    def _placed(self, heads: Tensor, norm: nn.Module, positions: Positions) -> Tensor:
+        """Queries or keys `[B, S, heads, D]`, normalised and turned by their positions."""
+        if self.norms_after_rope:
+            heads = norm(rotate(heads, positions, self.interleaved))
+        else:
+            heads = rotate(norm(heads), positions, self.interleaved)
+        if self.qk_l2_norm and positions.cos is not None:
+            heads = F.rms_norm(heads, (self.head,), eps=self.l2_epsilon)
+        return heads
+
+    def _carry_unused(self, model: ModelShape, norm: Norm) -> None:
+        """Parameters that a checkpoint may have, with which nothing computes: whole on all ranks."""
+        made: Any = {"bias": False, "dtype": self.backend.dtype, "device": self.backend.device}
+        self.unused_linear_k = nn.Linear(model.hidden_size, model.key_size, **made)
+        self.unused_linear_v = nn.Linear(model.hidden_size, model.key_size, **made)
+        self.unused_k_norm = self.backend.norm(self.head, norm)
+        for module in (self.unused_linear_k, self.unused_linear_v, self.unused_k_norm):
+            module.requires_grad_(False)
 
 
 class Indexer(nn.Module):

@@ -25,6 +25,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
+    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused_kv", "per_layer_embed_dim"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     "global_attention.keys_are_values": ANY,
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
@@ -98,6 +99,10 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         yield "dsa", model.dsa
     if model.mla and model.global_attention:
         yield "global_attention", model.global_attention
+    if model.num_kv_shared_layers and (model.mla or model.gdn):
+        yield "num_kv_shared_layers", model.num_kv_shared_layers
+    if model.per_layer_embed_dim and model.xielu:
+        yield "per_layer_embed_dim", model.per_layer_embed_dim
     if model.xielu and (model.moe or model.gated_linear_unit):
         yield "activation", model.activation
 
