@@ -509,6 +509,7 @@ def block_kinds(family: str) -> set[Any]:
     made = {(name, getattr(model, name)) for name in fields}
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
+    made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     return made | {("gated delta nets", model.gdn is not None)}
 
