@@ -523,6 +523,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
     made |= {("heads of two sizes", model.global_attention is not None)}
     made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
+    made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     return made | {("gated delta nets", model.gdn is not None)}
 
