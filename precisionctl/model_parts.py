@@ -3,7 +3,7 @@ Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -222,6 +222,9 @@ class Mamba2:
     head_dim: int
     num_groups: int
     state_dim: int
+
+    conv_kernel_dim: ClassVar[int] = 4
+    """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:

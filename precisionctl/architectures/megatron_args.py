@@ -417,6 +417,9 @@ def _read_moe(
     args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba2 | None, where: object
 ) -> MoE | None:
     if not args.get("num_experts"):
+        if mamba and "E" in mamba.pattern:
+            what = f"hybrid_override_pattern {mamba.pattern} has layers with experts, and num_experts is not said"
+            raise DamagedCheckpoint(what, where=where)
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
     frequency = args.get("moe_layer_freq", 1)

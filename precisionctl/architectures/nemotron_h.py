@@ -2,9 +2,12 @@
 in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_block.py, mamba_mixer.py).
 
 Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
-are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`.
+are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`. What
+clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.23) takes
+time_step_min for it, which is where steps of a new model begin.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -57,7 +60,7 @@ _MIXER = only_in(
         Row(
             f"{_HF}conv1d.weight",
             f"{_MEGATRON}conv1d.weight",
-            ("mamba.conv_size", 1, 4),
+            ("mamba.conv_size", 1, "mamba.conv_kernel_dim"),
             parallel=Parallel("rows", names=MIXER_CONV_PARTS),
             parts="mamba.conv_parts",
         ),
@@ -155,6 +158,18 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
+def _read_step_limit(config: Config, where: object) -> Fields:
+    endless = (math.inf, {"__float__": "Infinity"})  # as Python's JSON has it, and as transformers
+    for key in _STEP_LIMIT:
+        limit = config.get(key)
+        if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in ([0, end] for end in endless)):
+            do = "Its table was made for steps that nothing clamps, as in Megatron-Core."
+            raise UnknownArchitecture(f"no nemotron_h known here has {key}={shown(limit)}", where=where, do=do)
+    return {}
+
+
+_STEP_LIMIT = ("time_step_limit", "mamba_dt_limit")
+
 _EXPERT_KEYS = {
     key.field: key
     for key in (
@@ -177,6 +192,7 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     Only("use_conv_bias", True),
     Only("use_bias", False),
     Only("mamba_hidden_act", "silu"),
+    Rule(_STEP_LIMIT, _read_step_limit),
 )
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")

@@ -30,10 +30,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
     **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
+        ("rope_scaling", "mla", "dsa", "moe", "gdn", "mamba", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
-    "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
@@ -48,6 +47,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     "moe.score_function": ("softmax", "sigmoid"),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
+    **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
 }
 
 BESIDE_MLA: Mapping[str, object] = {
@@ -77,6 +77,17 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
 }
 """What layers with a gated delta net compute of these; those with attention heed them."""
 
+BESIDE_MIXERS: Mapping[str, object] = {
+    **BESIDE_EXPERTS,
+    **dict.fromkeys(("mla", "dsa", "gdn"), None),
+    "post_layernorms": False,
+    "layer_scalar": False,
+    "add_bias_linear": False,
+    "attention_chunk_size": None,
+    "mtp_num_layers": 0,
+}
+"""What a model whose layers are one block each, some of them Mamba-2 mixers, computes of these; others heed them."""
+
 
 def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
@@ -92,9 +103,12 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
             yield name, value
     beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
     beside |= BESIDE_DELTA_NETS if model.gdn else {}
+    beside |= BESIDE_MIXERS if model.mamba else {}
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
     if model.dsa and not model.query_latent:
         yield "dsa", model.dsa
+    if model.mamba and model.moe and model.moe.own_norms:
+        yield "moe.own_norms", True
     if model.mla and model.global_attention:
         yield "global_attention", model.global_attention
     if model.xielu and (model.moe or model.gated_linear_unit):
@@ -104,6 +118,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "gdn", "global_attention"):
+    for group in ("moe", "mla", "dsa", "gdn", "mamba", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -27,8 +27,10 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.hybrid_layer import HybridLayer
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
+from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards
@@ -237,16 +239,23 @@ class WordEmbeddings(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """All layers, and the norm after the last."""
+    """All layers, and the norm after the last, which has another name where each layer is one block."""
 
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
-        numbers = range(model.num_layers)
+
+        def made(number: int) -> ResidualLayer:
+            name = f"decoder.layers.{number}"
+            if model.mamba:
+                return HybridLayer(name, model, model.mamba, number, backend, recompute)
+            return Layer(name, model, number, backend, recompute)
+
         self.layers = nn.ModuleList(
-            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend, recompute), backend.dtype)
-            for layer in numbers
+            backend.world.sharded(made(number), backend.dtype) for number in range(model.num_layers)
         )
-        self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
+        norm = backend.norm(model.hidden_size, norm_of(model))
+        self.final_layernorm = None if model.mamba else norm
+        self.final_norm = norm if model.mamba else None
         self.backend = backend
         self.captured: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
         """All layers as CUDA graphs, for batches `[rows, length]`."""
@@ -260,25 +269,24 @@ class Decoder(nn.Module):
         else:
             for layer in self.layers:
                 hidden = layer(hidden, positions)
-        hidden = self.final_layernorm(hidden)
+        last = self.final_layernorm or self.final_norm
+        assert last is not None, "one of the two is there"
+        hidden = last(hidden)
         return hidden
 
 
-class Layer(nn.Module):
+class Layer(ResidualLayer):
     """Attention and MLP, each added to the residual stream.
 
     Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
     have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
     that alone, and Gemma 4 multiplies what the layer gives. Experts with norms of their own read what no norm has.
-    `recompute` keeps no activation but the input for the backward.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
-        super().__init__()
-        self.backend, self.recompute = backend, recompute
+        super().__init__(model, number, backend, recompute)
         norm, size = norm_of(model), model.hidden_size
-        self.kind = kind_of(model, number)
-        self.parallel_residual, self.residual_multiplier = model.parallel_residual, model.residual_multiplier
+        self.parallel_residual = model.parallel_residual
         self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
         self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
         if model.gdn and model.has_delta_net(number):
@@ -305,17 +313,11 @@ class Layer(nn.Module):
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
 
-    def forward(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
-        """`[T, E]` to the same; between regions of tensor ranks, T are those of this rank."""
-        if self.recompute and torch.is_grad_enabled():
-            return self.backend.recomputed(self._through, hidden, positions)
-        return self._through(hidden, positions)
-
-    def _through(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
+    def through(self, hidden: Tensor, positions: Positions) -> Tensor:
         normed = self.input_layernorm(hidden)
-        out = torch.add(hidden, self.self_attention(normed, positions[self.kind]), alpha=self.residual_multiplier)
+        out = self.added(hidden, self.self_attention(normed, positions))
         beside = normed if self.parallel_residual else out
-        out = torch.add(out, self.mlp(self.pre_mlp_layernorm(beside)), alpha=self.residual_multiplier)
+        out = self.added(out, self.mlp(self.pre_mlp_layernorm(beside)))
         return out if self.layer_scalar is None else out * self.layer_scalar
 
 

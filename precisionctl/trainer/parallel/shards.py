@@ -140,13 +140,14 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
-    moe = model.moe
+    moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
     shared = [
         ("attention heads", model.num_attention_heads),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
+        ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
-        ("channels of an MLP", model.ffn_hidden_size if moe is None or not all(moe.layer_freq) else sizes.tensor),
+        ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),
         ("channels of an expert", moe.ffn_hidden_size if moe else sizes.tensor),
         ("channels of the shared experts", (moe and moe.shared_ffn_hidden_size) or sizes.tensor),
     ]
