@@ -1,5 +1,6 @@
 """Nemotron-H: layers of one block each, some of them Mamba-2 mixers; the state space against a slow one."""
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from command_line import run as command
 from conversions import run
 from gpt_models import as_gpt, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from training import make_source, make_text
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
@@ -21,6 +24,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.fp8 import sidecar
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.model.positions import PackedSequences
@@ -218,3 +222,36 @@ def test_groups_that_ranks_cannot_share_are_refused() -> None:
     assert model.mamba is not None
     with pytest.raises(RecipeError, match="1 groups of a Mamba-2 mixer's heads cannot be shared evenly by 2 ranks"):
         shards.check(replace(model, mamba=replace(model.mamba, num_groups=1)), ParallelSettings(tensor=2))
+
+
+def test_calibrated_input_scales_are_in_a_static_export_which_is_evaluated(tmp_path: Path) -> None:
+    source, data = make_source(tmp_path / "hf", family="nemotron-h"), make_text(tmp_path / "text.txt")
+    short = ("--data", data, "--sequence-length", 32)
+    done = command(
+        "calibrate",
+        source,
+        *short,
+        "--out",
+        tmp_path / "state",
+        "--passes",
+        4,
+        "--batch-size",
+        2,
+        "--backend",
+        "emulated",
+    )
+    assert done.exit_code == 0, done.stderr
+    given = ("--target", "vllm", "--scheme", "static", "--fp8-state", tmp_path / "state")
+    done = command("export-inference", source, tmp_path / "static", *given)
+    assert done.exit_code == 0, done.stderr
+    recorded, stored = sidecar.read(tmp_path / "state").modules, load_file(tmp_path / "static" / "model.safetensors")
+    for linear in ("in_proj", "out_proj"):
+        history = recorded[f"decoder.layers.4.mixer.{linear}"].roles["input"].amax_history
+        scale = stored[f"backbone.layers.4.mixer.{linear}.input_scale"]
+        assert float(scale) == float(history.max() / 448) > 0
+    losses = []
+    for checkpoint in (source, tmp_path / "static"):
+        done = command("eval", checkpoint, *short, "--json")
+        assert done.exit_code == 0, done.stderr
+        losses.append(json.loads(done.stdout)["perplexity"])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
