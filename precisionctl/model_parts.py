@@ -37,7 +37,9 @@ class MoE:
     chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
     alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the shared experts
     give is multiplied by the sigmoid of one more projection of the token. With `probs_on_input` what an expert reads is
-    multiplied by its score, which is then divided by no sum, and what it gives is added as it is.
+    multiplied by its score, which is then divided by no sum, and what it gives is added as it is. Experts of a
+    `latent_size` (Nemotron 3) read a projection of the hidden states to so many channels, and what they give together
+    is projected back; router and shared experts read the hidden states.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
@@ -61,11 +63,12 @@ class MoE:
     shared_expert_gate: bool = False
     probs_on_input: bool = False
     own_norms: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
             check_size(getattr(self, name), name)
-        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores"):
+        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "latent_size"):
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), name)
         real(self.topk_scaling_factor, "topk_scaling_factor")

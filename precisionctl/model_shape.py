@@ -221,6 +221,15 @@ class ModelShape:
         return self._fc1(self.moe.ffn_hidden_size) if self.moe else 0
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Input width of experts, and their output's."""
+        return (self.moe and self.moe.latent_size) or self.hidden_size
+
+    @property
+    def latent_experts(self) -> bool:
+        return self.moe is not None and self.moe.latent_size is not None
+
+    @property
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 

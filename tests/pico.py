@@ -52,6 +52,21 @@ LONG_ROPE = {
 }
 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*-M*",
+    "head_dim": 16,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 4,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "time_step_min": 1e-30,  # transformers 5.23 clamps steps at it, as nobody else does
+    "time_step_floor": 0.5,  # of a new model's steps: most heads forget a token within a dozen
+}
 _EXPERTS = {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 32,
@@ -336,21 +351,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
         "rope_parameters": LLAMA3_ROPE,
     },
-    "nemotron-h": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "ME*-M*",
-        "head_dim": 16,
-        "mamba_num_heads": 32,
-        "mamba_head_dim": 4,
-        "n_groups": 4,
-        "ssm_state_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 48,
-        "time_step_min": 1e-30,  # transformers 5.23 clamps steps at it, as nobody else does
-        "time_step_floor": 0.5,  # of a new model's steps: most heads forget a token within a dozen
-    },
+    "nemotron-h": _NEMOTRON_H,
+    "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 

@@ -26,6 +26,7 @@ _WHOLE = {
 }
 _OF_SOME = {
     "moe_shared_expert_intermediate_size": 128,
+    "moe_latent_size": 128,
     "head_dim": 64,
     "global_head_dim": 64,
     "intermediate_size_mlp": 384,

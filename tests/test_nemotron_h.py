@@ -104,7 +104,7 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("moe_latent_size", 32), ("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
+        *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
         *(("time_step_limit", [0.001, float("inf")]), ("mamba_dt_limit", [0.0, 0.1])),
     ],
 )

@@ -141,6 +141,7 @@ READ: dict[str, tuple[Any, ...]] = {
     "dsa_indexer_rope_interleaved": (True, False),
     "hybrid_override_pattern": ("ME*-MM", "ME*-M"),
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"), (16,)),
+    "moe_latent_size": (16, None),
 }
 """Every argument that says what is computed, and other values of it."""
 
@@ -333,6 +334,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "shared_expert_gate": True,
             "probs_on_input": True,
             "own_norms": True,
+            "latent_size": 8,
         }.items()
     ),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
@@ -508,6 +510,12 @@ def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change:
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:
     with pytest.raises(UnknownArchitecture, match="is not computed here with global_attention="):
         GPT(dataclasses.replace(LATENT, global_attention=GLOBAL.global_attention), BF16)
+
+
+@pytest.mark.parametrize("change", [{"moe.own_norms": True}, {"add_bias_linear": True}], ids=str)
+def test_what_experts_of_a_latent_size_do_not_compute_is_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"is not computed here with {next(iter(change))}=True"):
+        GPT(with_fields(EXPERTS, {"moe.latent_size": 8, **change}), BF16)
 
 
 # What Megatron-Core computes ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import MOST_LAYERS
@@ -92,6 +92,28 @@ _SHARED_EXPERT = (
 )
 
 
+_LATENTS = only_in(
+    "moe",
+    (
+        Row(
+            f"{_HF}fc1_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc1_latent_proj.weight",
+            ("moe.latent_size", "hidden_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+        Row(
+            f"{_HF}fc2_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc2_latent_proj.weight",
+            ("hidden_size", "moe.latent_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+    ),
+)
+"""Around experts, whole on every tensor rank (megatron/core/transformer/moe/moe_layer.py)."""
+
+
 def _experts(up: str, down: str) -> tuple[Row, ...]:
     return (
         Row(_HF + up, FC1, FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
@@ -110,6 +132,7 @@ _ROWS = (
     *only_in("dense", _as_mixer(UNGATED_MLP)),
     *_as_mixer((*ROUTER, *EXPERT_BIAS)),
     *_SHARED_EXPERT,
+    *_LATENTS,
     *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
 )
 _PUBLISHED = (*_ROWS, *_experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight"))
@@ -180,6 +203,7 @@ _EXPERT_KEYS = {
         Key("moe.num_groups", "n_group", 1),
         Key("moe.group_topk", "topk_group", 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Key("moe.latent_size", "moe_latent_size", None),
     )
 }
 
@@ -213,7 +237,6 @@ ARCHITECTURE = Architecture(
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("sliding_window", None),
-        Only("moe_latent_size", None),
         Only("norm_topk_prob", True),
         Only("num_nextn_predict_layers", 0),
         Only("residual_in_fp32", False),

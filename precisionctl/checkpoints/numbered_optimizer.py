@@ -41,7 +41,7 @@ _MODULES = (
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     *("indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
-    *("shared_experts", "shared_expert"),
+    *("shared_experts", "shared_expert", "fc1_latent_proj", "fc2_latent_proj"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
     *("norm", "mixer", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "norm_f", "lm_head"),

@@ -11,6 +11,7 @@ model, not of the machine.
 
 from collections.abc import Iterable, Mapping
 
+from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
 
 FORWARD_AND_BACKWARD = 3
@@ -47,7 +48,7 @@ def _pairs(length: int, chunk: int | None) -> int:
 
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
-    layers = sum(projections(model, layer) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
+    layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
     return layers + model.hidden_size * model.padded_vocab_size
 
 
@@ -86,16 +87,23 @@ def indexer(model: ModelShape) -> int:
     return latent * model.dsa.query_size + model.hidden_size * (model.dsa.head_dim + model.dsa.n_heads)
 
 
-def mlp(model: ModelShape, inner: int) -> int:
-    """The number of weights in an MLP with `inner` channels."""
-    return (3 if model.gated_linear_unit else 2) * model.hidden_size * inner
+def mlp(model: ModelShape, inner: int, width: int | None = None) -> int:
+    """The number of weights in an MLP with `inner` channels, of hidden states or of what has another `width`."""
+    return (3 if model.gated_linear_unit else 2) * (width or model.hidden_size) * inner
 
 
-def inner_used(model: ModelShape, layer: int) -> int:
-    """The number of MLP channels that a token uses in a layer, summed over the experts that it is routed to."""
+def mlp_used(model: ModelShape, layer: int) -> int:
+    """The number of weights that a token is multiplied with in a layer's MLP, or in experts that it is routed to."""
     if model.moe is None or not model.has_experts(layer):
-        return model.ffn_hidden_size if model.has_dense_mlp(layer) else 0
-    return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
+        return mlp(model, model.ffn_hidden_size) if model.has_dense_mlp(layer) else 0
+    routed = mlp(model, model.moe.ffn_hidden_size, model.expert_hidden_size)
+    return model.moe.topk * routed + beside_experts(model.moe, model)
+
+
+def beside_experts(moe: MoE, model: ModelShape) -> int:
+    """The number of weights in what all tokens go through beside experts: the shared ones, and the projections to a
+    latent size and back. Routers do not count."""
+    return mlp(model, moe.shared_ffn_hidden_size or 0) + 2 * model.hidden_size * (moe.latent_size or 0)
 
 
 BF16_PEAK: Mapping[str, float] = {

@@ -15,7 +15,7 @@ from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import indexer, inner_used, mlp, projections
+from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, projections
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.model.recurrence import CHUNK
 
@@ -59,12 +59,13 @@ class Parameters:
         def dense(layer: int) -> int:
             attention = projections(model, layer) + (indexer(model) if model.has_indexer(layer) else 0)
             if moe is None or not model.has_experts(layer):
-                return attention + mlp(model, inner_used(model, layer))
-            router = moe.num_experts * model.hidden_size
-            return attention + mlp(model, moe.shared_ffn_hidden_size or 0) + router
+                return attention + mlp_used(model, layer)
+            return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
 
         def experts(layer: int) -> int:
-            return moe.num_experts * mlp(model, moe.ffn_hidden_size) if moe and model.has_experts(layer) else 0
+            if moe is None or not model.has_experts(layer):
+                return 0
+            return moe.num_experts * mlp(model, moe.ffn_hidden_size, model.expert_hidden_size)
 
         last = model.num_layers - 1
         ahead = model.mtp_num_layers * (dense(last) + experts(last) + model.doubled_hidden_size * model.hidden_size)
@@ -149,7 +150,7 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     widest += [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     widest += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
     if model.moe:
-        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
+        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.expert_hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (kept.norm + 2) * model.hidden_size * tokens
@@ -268,7 +269,10 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     if moe.shared_expert_gate:
         shared += 2 * hidden  # the gate's other factor
-    routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
+    width = model.expert_hidden_size
+    routed = moe.topk * (kept.input * width + channel * moe.ffn_hidden_size + 2 * width)
+    if moe.latent_size:  # inputs of the projections to it and back
+        routed += kept.input * (hidden + width)
     return router + shared + routed
 
 

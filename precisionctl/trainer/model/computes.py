@@ -42,7 +42,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
-    **dict.fromkeys(("moe.expert_bias", "moe.router_bias"), ANY),
+    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.score_function": ("softmax", "sigmoid"),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
@@ -107,8 +107,10 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
     if model.dsa and not model.query_latent:
         yield "dsa", model.dsa
-    if model.mamba and model.moe and model.moe.own_norms:
+    if model.moe and model.moe.own_norms and (model.mamba or model.latent_experts):
         yield "moe.own_norms", True
+    if model.latent_experts and model.add_bias_linear:
+        yield "add_bias_linear", True
     if model.mla and model.global_attention:
         yield "global_attention", model.global_attention
     if model.xielu and (model.moe or model.gated_linear_unit):
