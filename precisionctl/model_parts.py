@@ -3,7 +3,7 @@ Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -38,7 +38,9 @@ class MoE:
     for the choice alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the
     shared experts give is multiplied by the sigmoid of one more projection of the token. With `shared_average` what
     they and the routed ones give is averaged, and not added. With `probs_on_input` what an expert reads is multiplied
-    by its score, which is then divided by no sum, and what it gives is added as it is.
+    by its score, which is then divided by no sum, and what it gives is added as it is. Experts of a `latent_size`
+    (Nemotron 3) read a projection of the hidden states to so many channels, and what they give together is projected
+    back; router and shared experts read the hidden states.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
@@ -63,11 +65,12 @@ class MoE:
     shared_average: bool = False
     probs_on_input: bool = False
     own_norms: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
             check_size(getattr(self, name), name)
-        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores"):
+        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "latent_size"):
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), name)
         real(self.topk_scaling_factor, "topk_scaling_factor")
@@ -224,6 +227,9 @@ class Mamba2:
     head_dim: int
     num_groups: int
     state_dim: int
+
+    conv_kernel_dim: ClassVar[int] = 4
+    """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:

@@ -241,6 +241,15 @@ class ModelShape:
         return self._fc1(self.moe.ffn_hidden_size) if self.moe else 0
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Input width of experts, and their output's."""
+        return (self.moe and self.moe.latent_size) or self.hidden_size
+
+    @property
+    def latent_experts(self) -> bool:
+        return self.moe is not None and self.moe.latent_size is not None
+
+    @property
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 
@@ -375,6 +384,16 @@ class ModelShape:
     def has_delta_net(self, layer: int) -> bool:
         return self.gdn is not None and self.gdn.layers[layer]
 
+    def has_mixer(self, layer: int) -> bool:
+        return self.mamba is not None and self.mamba.pattern[layer] == "M"
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has softmax attention."""
+        return self.mamba.pattern[layer] == "*" if self.mamba else not self.has_delta_net(layer)
+
+    def has_dense_mlp(self, layer: int) -> bool:
+        return self.mamba.pattern[layer] == "-" if self.mamba else not self.has_experts(layer)
+
     def differences(self, other: "ModelShape") -> dict[str, tuple[object, object]]:
         """Why the two are not the same model: each field by which they make another function of the same tensors, with
         this model's value and the other's. Fields of experts and latent attention have a dot in their names.
@@ -391,7 +410,7 @@ class ModelShape:
         gdn = self.gdn.used() if self.gdn else {}
         used |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(self.rope_scaling)}
         used |= {"gdn": "some" if gdn else None, **gdn}
-        if self.moe and all(self.moe.layer_freq):
+        if not any(map(self.has_dense_mlp, range(self.num_layers))):
             used["ffn_hidden_size"] = None
         if self.mla:
             used |= {"mla": "some", "num_query_groups": None, "kv_channels": None}

@@ -52,6 +52,21 @@ LONG_ROPE = {
 }
 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*-M*",
+    "head_dim": 16,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 4,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "time_step_min": 1e-30,  # transformers 5.23 clamps steps at it, as nobody else does
+    "time_step_floor": 0.5,  # of a new model's steps: most heads forget a token within a dozen
+}
 _EXPERTS = {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 32,
@@ -454,6 +469,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
         "rope_parameters": LLAMA3_ROPE,
     },
+    "nemotron-h": _NEMOTRON_H,
+    "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
@@ -463,23 +480,6 @@ ABSENT = {
     if its.get("model_type", "llama") not in CONFIG_MAPPING
 }
 """Those that the installed transformers does not have: InternLM3 is newer than 5.17."""
-
-NOT_TRAINED: dict[str, dict[str, Any]] = {
-    "nemotron-h": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "ME*-M*",
-        "head_dim": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 4,
-        "ssm_state_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 48,
-    },
-}
-"""Families that convert and export, and that the trainer refuses; as FAMILIES."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
@@ -493,7 +493,7 @@ def shape(family: str) -> ModelShape:
 
 def settings(family: str) -> dict[str, Any]:
     """Of its config. Copies, as a config's class may write into what it is given (Mistral 4's rotary parameters)."""
-    return {"model_type": "llama"} | SIZES | NO_TOKENS | deepcopy((FAMILIES | NOT_TRAINED)[family])
+    return {"model_type": "llama"} | SIZES | NO_TOKENS | deepcopy(FAMILIES[family])
 
 
 def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:
@@ -525,7 +525,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
-    return made | {("gated delta nets", model.gdn is not None)}
+    return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
 def rows(family: str) -> set[Any]:

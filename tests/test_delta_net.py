@@ -21,8 +21,9 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
 from precisionctl.trainer.model import delta_rule
-from precisionctl.trainer.model.delta_rule import CHUNK, gated_delta_rule
+from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.recurrence import CHUNK
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -24,8 +24,15 @@ _WHOLE = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
-_OF_SOME = {"head_dim": 64, "global_head_dim": 64, "intermediate_size_mlp": 384}
-_OF_SOME |= {"prefix_dense_intermediate_size": 384, "shared_intermediate_size": 128}
+_OF_SOME = {
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_latent_size": 128,
+    "head_dim": 64,
+    "global_head_dim": 64,
+    "intermediate_size_mlp": 384,
+    "prefix_dense_intermediate_size": 384,
+    "shared_intermediate_size": 128,
+}
 _LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
 
 

@@ -8,22 +8,20 @@ from judges import BRIDGE, CORE, CORE_FIRST, CORE_LATER, CORE_LOADS
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
-from precisionctl.errors import UnknownArchitecture
 from precisionctl.trainer.model.computes import check
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = ("| `model_type` | names in Megatron by | Megatron-Core computes | judged by |", "|---|---|---|---|")
-ALL = pico.FAMILIES | pico.NOT_TRAINED
-FAMILIES = {kind: [family for family in ALL if pico.shape(family).architecture == kind] for kind in supported()}
+FAMILIES = {
+    kind: [family for family in pico.FAMILIES if pico.shape(family).architecture == kind] for kind in supported()
+}
 
 
 def line(model_type: str) -> str:
     like = pico.ALSO.get(model_type)
     families = FAMILIES[like or model_type]
     otherwise = ", ".join(f"`{field}`" for field in otherwise_in_megatron(pico.shape(families[0])))
-    judges = (
-        [] if families[0] in pico.NOT_TRAINED else ["transformers" if like is None else f"transformers, as `{like}`"]
-    )
+    judges = ["transformers" if like is None else f"transformers, as `{like}`"]
     if {*families} & {*CORE, *CORE_FIRST, *CORE_LATER} and like is None:
         judges.append("Megatron-Core")
     if {*families} & {*CORE_LOADS}:
@@ -46,9 +44,3 @@ def test_the_page_has_the_table_that_the_code_makes() -> None:
 @pytest.mark.parametrize("family", pico.FAMILIES)
 def test_every_family_is_one_that_the_trainer_computes(family: str) -> None:
     check(pico.shape(family))
-
-
-@pytest.mark.parametrize("family", pico.NOT_TRAINED)
-def test_a_family_that_the_page_says_is_not_trained_is_refused(family: str) -> None:
-    with pytest.raises(UnknownArchitecture, match="is not computed here"):
-        check(pico.shape(family))

@@ -6,12 +6,14 @@ from pico import representing, shape, switches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.state_space import state_space
 
 LENGTH = 16
 
@@ -27,27 +29,26 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
     """What the convention passes over: half of attention, above the diagonal, routers, gates of shared experts, and
-    what gated delta nets take beside."""
-    nets = model.gdn.layers if model.gdn else ()
+    what gated delta nets and mixers take beside."""
+    nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
-        if not model.has_delta_net(layer):
+        if model.has_attention(layer):
             in_chunks = [chunk] * (LENGTH // chunk) * len(lengths) if chunk and model.in_window(layer) else lengths
             attention = model.attention_of(model.in_window(layer))
             pairs = sum(length**2 for length in in_chunks)
             above += pairs * (attention.query_size + attention.projection_size) // 2
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
-    return 6 * (above + sum(lengths) * (routers + gates)) + sum(nets) * _beside_the_rule(model, lengths)
+    beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)
+    return 6 * (above + sum(lengths) * (routers + gates)) + beside
 
 
 def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
-    """What the rule takes more by chunks than token by token; and what torch takes the gradient of the convolution's
-    weight for, as if each channel were made of all."""
+    """What the rule takes more by chunks than token by token, and what torch takes the convolution for."""
     if model.gdn is None:
         return 0
-    tokens, channels = sum(lengths), model.gdn.conv_size
-    of_all = 2 * tokens * model.gdn.conv_kernel_dim * channels * (channels - 1)
+    tokens = sum(lengths)
     heads, size = model.gdn.num_value_heads, model.gdn.key_head_dim
     query, key, value, decay, beta = (
         torch.rand(len(lengths), LENGTH, heads, each, requires_grad=True)
@@ -55,7 +56,33 @@ def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
     )
     with FlopCounterMode(display=False) as counter:
         gated_delta_rule(query, key, value, -decay[..., 0], beta[..., 0]).sum().backward()
-    return counter.get_total_flops() - 6 * tokens * 4 * model.gdn.value_size * size + of_all
+    formula = 6 * tokens * 4 * model.gdn.value_size * size
+    return counter.get_total_flops() - formula + _of_all(model.gdn, tokens)
+
+
+def _of_all(part: GatedDeltaNet | Mamba2, tokens: int) -> int:
+    """What torch takes the gradient of a convolution's weight for, as if each channel were made of all."""
+    return 2 * tokens * part.conv_kernel_dim * part.conv_size * (part.conv_size - 1)
+
+
+def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
+    """What the state space takes by chunks more than 7 FLOPs (`SCAN`), and the convolution, which they leave out."""
+    mamba, tokens = model.mamba, sum(lengths)
+    if mamba is None:
+        return 0
+    value, decay, write, read = (
+        torch.rand(len(lengths), LENGTH, *each, requires_grad=True)
+        for each in (
+            (mamba.num_heads, mamba.head_dim),
+            (mamba.num_heads,),
+            *((mamba.num_groups, mamba.state_dim) for _ in range(2)),
+        )
+    )
+    with FlopCounterMode(display=False) as counter:
+        state_space(value, -decay, write, read).sum().backward()
+    formula = 3 * 7 * tokens * mamba.inner_size * mamba.state_dim
+    convolution = 6 * tokens * mamba.conv_kernel_dim * mamba.conv_size + _of_all(mamba, tokens)
+    return counter.get_total_flops() - formula + convolution
 
 
 @pytest.mark.parametrize("family", representing(switches))

@@ -112,7 +112,7 @@ def test_arguments_that_no_family_fits_are_refused_with_what_adding_one_takes(ch
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("head_wise_attn_gate", True), ("position_embedding_type", "mrope"), ("moe_latent_size", 64)]
+    ("name", "value"), [("head_wise_attn_gate", True), ("position_embedding_type", "mrope"), ("use_mup", True)]
 )
 def test_arguments_of_modules_that_no_family_has_are_refused_by_name(name, value):
     with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):

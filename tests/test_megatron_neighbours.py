@@ -33,7 +33,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, Precisionctl
 OF_PROVIDER = {
     *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "position_embedding_type", "rotary_base"),
     *("rotary_percent", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "seq_length"),
-    *("vocab_size", "should_pad_vocab", "transformer_layer_spec"),
+    *("vocab_size", "should_pad_vocab", "transformer_layer_spec", "hybrid_override_pattern"),
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"),
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 }
@@ -70,6 +70,8 @@ def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_argume
         if "linear_attention_freq" in args:  # as Bridge's own provider has it; making it asks for a GPU
             made = described["transformer_layer_spec"]
             assert _object(made).__name__ == "get_transformer_block_with_experimental_attention_variant_spec"
+        elif "hybrid_override_pattern" in args:  # from which Bridge's provider makes the layers by itself
+            assert "transformer_layer_spec" not in described
         elif args["num_experts"]:  # as Bridge's own providers of families with experts have it
             made = described["transformer_layer_spec"]
             block = _named(made)(config, use_transformer_engine=False, pp_rank=0)  # True asks for a GPU

@@ -24,9 +24,9 @@ from precisionctl.reports.inspect import describe
 from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.measure import memory, preflight
 from precisionctl.trainer.measure.memory import Parameters, estimate
-from precisionctl.trainer.model.delta_rule import CHUNK
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
+from precisionctl.trainer.model.recurrence import CHUNK
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
@@ -73,7 +73,7 @@ def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
     kept = memory._Kept.of(model, made, "emulated")
-    layers, length = range(model.num_layers), 4 * CHUNK if model.gdn else LENGTH
+    layers, length = range(model.num_layers), 4 * CHUNK if model.gdn or model.mamba else LENGTH
     weights = [
         sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)
     ]
@@ -151,11 +151,21 @@ def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyon
     assert 0.97 < (found.total - memory.PROCESS) / measured(model, made) < 1.35
 
 
-def test_parameters_are_those_of_the_model_but_for_norms_and_biases() -> None:
-    for family in ("llama-2", "llama-tied", "gpt2", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gemma4-small"):
+def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions() -> None:
+    families = (
+        "llama-2",
+        "llama-tied",
+        "gpt2",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+        "gemma4-small",
+        "nemotron-h",
+    )
+    for family in families:
         model = replace(shape(family), unused_kv=family == "gemma4-small")
         gpt = GPT(model, recipe().precision, device="meta")
-        expected = sum(each.numel() for each in gpt.parameters() if each.dim() > 1)
+        expected = sum(each.numel() for each in gpt.parameters() if each.dim() == 2)
         assert Parameters.of(model).all == expected, family
 
 

@@ -1,26 +1,36 @@
-"""Nemotron-H: layers of one block each, some of them Mamba-2 mixers, convert and export; the trainer refuses them."""
+"""Nemotron-H: layers of one block each, some of them Mamba-2 mixers; the state space against a slow one."""
 
+import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pico
 import pytest
 import torch
+from command_line import run as command
 from conversions import run
+from gpt_models import as_gpt, converted, transformers_model
 from safetensors.torch import load_file, save_file
-from training import make_text, settings
+from torch import Tensor
+from training import make_source, make_text
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, to_megatron_args
+from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture
+from precisionctl.fp8 import sidecar
 from precisionctl.param import Parallelism
-from precisionctl.trainer.resume import resume
+from precisionctl.recipe import ParallelSettings
+from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.recurrence import CHUNK
+from precisionctl.trainer.model.state_space import state_space
+from precisionctl.trainer.parallel import shards
 from precisionctl.verify.engine_rules import check
 
 CUTS = {"TP 2, PP 2, EP 2": Parallelism(tensor=2, pipeline=2, expert=2), "TP 4": Parallelism(tensor=4, expert_tensor=1)}
@@ -53,11 +63,11 @@ def test_torch_dist_has_the_names_and_parts_of_megatron_cores_hybrid_stack(sourc
     """As MambaMixer.sharded_state_dict cuts them: z, x, B, C and dt, each by itself."""
     run(source, tmp_path / "m", "megatron", parallelism=Parallelism(tensor=2), workers=1)
     found = {name: tensor.shape for name, tensor in dcp.read_index(tmp_path / "m" / "release").tensors.items()}
-    mixer, parts = "decoder.layers.0.mixer.", {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8}
+    mixer, parts = "decoder.layers.0.mixer.", {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 32}
     expected = {f"{mixer}in_proj.weight.{part}": (rows, 64) for part, rows in parts.items()}
     expected |= {f"{mixer}conv1d.weight.{part}": (parts[part], 1, 4) for part in ("x", "B", "C")}
     expected |= {f"{mixer}conv1d.bias.{part}": (parts[part],) for part in ("x", "B", "C")}
-    expected |= {mixer + name: (8,) for name in ("A_log", "D", "dt_bias")}
+    expected |= {mixer + name: (32,) for name in ("A_log", "D", "dt_bias")}
     expected |= {f"{mixer}in_proj.layer_norm_weight": (64,), f"{mixer}norm.weight": (128,)}
     expected |= {f"{mixer}out_proj.weight": (64, 128)}
     assert {name: shape for name, shape in found.items() if name.startswith(mixer)} == expected
@@ -82,24 +92,6 @@ def test_names_in_memory_are_read_and_written_as_published(source: Path, tmp_pat
     assert_same(source, tmp_path / "back")
 
 
-def test_transformers_computes_the_same_with_a_config_that_is_written() -> None:
-    theirs = pico.make("nemotron-h")
-    model = from_hf_config(theirs.config.to_dict())
-    ours = type(theirs)(type(theirs.config)(**to_hf_config(model, "float32") | pico.NO_TOKENS))
-    ours = pico.as_its_config_says(ours.eval())
-    ours.load_state_dict(theirs.state_dict())
-    tokens = torch.randint(0, 250, (2, 40))
-    with torch.no_grad():
-        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
-
-
-def test_megatrons_arguments_describe_it() -> None:
-    model = pico.shape("nemotron-h").padded(1)
-    assert not otherwise_in_megatron(model)
-    told = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
-    assert told.architecture == "nemotron_h" and not told.differences(model)
-
-
 SCHEMES = ("block", "mxfp8", "nvfp4a16", "mxfp4", "w4a16")
 
 
@@ -111,7 +103,10 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("moe_latent_size", 32), ("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)],
+    [
+        *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
+        *(("time_step_limit", [0.001, float("inf")]), ("mamba_dt_limit", [0.0, 0.1])),
+    ],
 )
 def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=key):
@@ -121,7 +116,9 @@ def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object)
 JUNK = (-1, 0, 3.5, "", "MX", [], ["mlp"], [None], ["magic"] * 6, {"a": 1}, True)
 
 
-@pytest.mark.parametrize("key", ["hybrid_override_pattern", "layers_block_type", "n_groups", "n_shared_experts"])
+@pytest.mark.parametrize(
+    "key", ["hybrid_override_pattern", "layers_block_type", "n_groups", "n_shared_experts", "time_step_limit"]
+)
 def test_junk_in_its_config_is_one_error(key: str) -> None:
     config = to_hf_config(pico.shape("nemotron-h"), "bfloat16")
     for junk in JUNK:
@@ -129,8 +126,132 @@ def test_junk_in_its_config_is_one_error(key: str) -> None:
             from_hf_config(config | {key: junk})
 
 
-def test_the_trainer_refuses_it_by_name(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "m", "megatron", workers=1)
-    data = make_text(tmp_path / "text.txt")
-    with pytest.raises(PrecisionctlError, match="`nemotron_h` is not computed here with mamba=a Mamba2"):
-        resume(settings(tmp_path / "m", data, tmp_path / "run", "bf16"), lambda started: None, lambda step: None)
+def test_patterns_with_experts_that_no_argument_describes_are_refused() -> None:
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"num_experts": None}
+    with pytest.raises(DamagedCheckpoint, match="ME\\*-M\\* has layers with experts, and num_experts is not said"):
+        from_megatron_args(args, 256, "")
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+def test_what_others_compute_of_a_mixer_is_told(tmp_path: Path, epsilon: float) -> None:
+    """transformers clamps steps from below, seen in what it makes; Megatron-Core's norm has an epsilon of its own."""
+    theirs = pico.save(tmp_path / "hf", "nemotron-h", layer_norm_epsilon=epsilon, time_step_min=0.001)
+    assert theirs.model.layers[0].mixer.time_step_limit == (0.001, float("inf"))
+    notes = plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")).notes
+    assert any("transformers 5.23 takes no step (dt) of a Mamba-2 mixer below" in note for note in notes)
+    assert any("with epsilon 1e-05, whatever the arguments say" in note for note in notes) == (epsilon != 1e-5)
+
+
+# What the trainer computes --------------------------------------------------------------------------------------------
+
+
+def inputs(length: int) -> list[Tensor]:
+    """Two rows of six heads of 3 channels in two groups, with states of 4: values, logarithms of decays, B and C."""
+    torch.manual_seed(length)
+    write, read = torch.randn(2, 2, length, 2, 4, dtype=torch.float64).unbind()
+    return [torch.randn(2, length, 6, 3).double(), -torch.rand(2, length, 6).double(), write, read]
+
+
+def slowly(value: Tensor, decay: Tensor, write: Tensor, read: Tensor) -> Tensor:
+    """Token by token and head by head, as the paper defines it (equation 2)."""
+    out = torch.empty_like(value)
+    for row in range(value.shape[0]):
+        for head in range(value.shape[2]):
+            state, group = value.new_zeros(write.shape[3], value.shape[3]), head // 3
+            for token in range(value.shape[1]):
+                added = torch.outer(write[row, token, group], value[row, token, head])
+                state = decay[row, token, head].exp() * state + added
+                out[row, token, head] = read[row, token, group] @ state
+    return out
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
+def test_the_state_space_by_chunks_is_that_token_by_token(length: int) -> None:
+    given = inputs(length)
+    torch.testing.assert_close(state_space(*given), slowly(*given), rtol=0, atol=1e-12)
+
+
+def test_gradients_of_the_state_space_are_those_of_small_differences() -> None:
+    given = [tensor[:1, : CHUNK + 2].requires_grad_() for tensor in inputs(CHUNK + 2)]
+    assert torch.autograd.gradcheck(state_space, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 9])
+def test_logits_are_those_of_transformers_with_any_number_of_groups_and_chunks(
+    tmp_path: Path, length: int, groups: int
+) -> None:
+    theirs = transformers_model("nemotron-h", n_groups=groups, chunk_size=32)
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(250, (2, length))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = ours(tokens)[..., :250]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of all parameters of two mixers, behind experts, an MLP and attention."""
+    theirs = transformers_model("nemotron-h")
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(250, (2, CHUNK + 9))
+    for logits in (theirs(tokens).logits, ours(tokens)[..., :250]):
+        logits.logsumexp(-1).sum().backward()
+    found, expected = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    for layer in (0, 4):
+        for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight"):
+            one, other = found[f"decoder.layers.{layer}.mixer.{name}"], expected[f"model.layers.{layer}.mixer.{name}"]
+            assert one.grad is not None and other.grad is not None
+            largest = float(other.grad.abs().max())
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5 * largest, msg=name)
+
+
+def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path) -> None:
+    model = as_gpt(converted(transformers_model("nemotron-h"), tmp_path))
+    tokens, lengths = torch.randint(250, (2, 100)), (5, 95, 70, 30)
+    with torch.no_grad():
+        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
+        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
+        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
+        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+
+
+def test_groups_that_ranks_cannot_share_are_refused() -> None:
+    model = pico.shape("nemotron-h")
+    shards.check(model, ParallelSettings(tensor=2))
+    assert model.mamba is not None
+    with pytest.raises(RecipeError, match="1 groups of a Mamba-2 mixer's heads cannot be shared evenly by 2 ranks"):
+        shards.check(replace(model, mamba=replace(model.mamba, num_groups=1)), ParallelSettings(tensor=2))
+
+
+def test_calibrated_input_scales_are_in_a_static_export_which_is_evaluated(tmp_path: Path) -> None:
+    source, data = make_source(tmp_path / "hf", family="nemotron-h"), make_text(tmp_path / "text.txt")
+    short = ("--data", data, "--sequence-length", 32)
+    done = command(
+        "calibrate",
+        source,
+        *short,
+        "--out",
+        tmp_path / "state",
+        "--passes",
+        4,
+        "--batch-size",
+        2,
+        "--backend",
+        "emulated",
+    )
+    assert done.exit_code == 0, done.stderr
+    given = ("--target", "vllm", "--scheme", "static", "--fp8-state", tmp_path / "state")
+    done = command("export-inference", source, tmp_path / "static", *given)
+    assert done.exit_code == 0, done.stderr
+    recorded, stored = sidecar.read(tmp_path / "state").modules, load_file(tmp_path / "static" / "model.safetensors")
+    for linear in ("in_proj", "out_proj"):
+        history = recorded[f"decoder.layers.4.mixer.{linear}"].roles["input"].amax_history
+        scale = stored[f"backbone.layers.4.mixer.{linear}.input_scale"]
+        assert float(scale) == float(history.max() / 448) > 0
+    losses = []
+    for checkpoint in (source, tmp_path / "static"):
+        done = command("eval", checkpoint, *short, "--json")
+        assert done.exit_code == 0, done.stderr
+        losses.append(json.loads(done.stdout)["perplexity"])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -56,7 +56,11 @@ def models(draw: st.DrawFn) -> ModelShape:
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),
         dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
-        moe=MoE(draw(sizes), 1, draw(sizes), (True,) * num_layers, shared_ffn_hidden_size=draw(sizes)),
+        moe=MoE(
+            *(draw(sizes), 1, draw(sizes), (True,) * num_layers),
+            shared_ffn_hidden_size=draw(sizes),
+            latent_size=draw(sizes),
+        ),
         gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         attention_output_gate=draw(st.booleans()),

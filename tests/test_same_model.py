@@ -25,14 +25,21 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture
+from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
 from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
 from precisionctl.model_shape import STORED, TENSORS, ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer.model.computes import BESIDE_DELTA_NETS, BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
+from precisionctl.trainer.model.computes import (
+    BESIDE_DELTA_NETS,
+    BESIDE_EXPERTS,
+    BESIDE_MIXERS,
+    BESIDE_MLA,
+    COMPUTED,
+    named_values,
+)
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.settings import check_length
 
@@ -132,6 +139,9 @@ READ: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"), (3,)),
     **dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"), (5,)),
     "dsa_indexer_rope_interleaved": (True, False),
+    "hybrid_override_pattern": ("ME*-MM", "ME*-M"),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"), (16,)),
+    "moe_latent_size": (16, None),
 }
 """Every argument that says what is computed, and other values of it."""
 
@@ -141,7 +151,7 @@ SAID_OTHERWISE = {
     *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
     *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
     *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type"),
-    "dsa_indexer_k_norm_epsilon",
+    *("dsa_indexer_k_norm_epsilon", "is_hybrid_model"),
 }
 """Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""
 
@@ -214,6 +224,7 @@ NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, 
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
+MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 SCALED = dataclasses.replace(
@@ -281,7 +292,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
             "gdn": DELTA.gdn,
-            "mamba": Mamba2("M*", 4, 4, 2, 8),
+            "mamba": MIXERS.mamba,
         }.items()
     ),
     (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),
@@ -326,6 +337,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "shared_average": True,
             "probs_on_input": True,
             "own_norms": True,
+            "latent_size": 8,
         }.items()
     ),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
@@ -338,6 +350,12 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
     (with_fields(EXPERTS, {"moe.score_function": "sigmoid"}), {"moe.pre_softmax": False}),
     (DENSE, {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}),
+    *(
+        (MIXERS, {f"mamba.{name}": value})
+        for name, value in {"pattern": "*M", "num_heads": 8, "head_dim": 8, "num_groups": 4, "state_dim": 4}.items()
+    ),
+    (MIXERS, {"rope_layers": (True, False)}),
+    (MIXERS, {"norm_epsilon": 0.1}),
     (DELTA, {"gdn.num_key_heads": 4}),
     (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
@@ -391,6 +409,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (dataclasses.replace(DENSE, window_layers=None), {"global_attention": GLOBAL.global_attention}),
     (dataclasses.replace(GLOBAL, window_layers=(False, False)), {"num_query_groups": 4, "kv_channels": 2}),
     (ALL_EXPERTS, {"ffn_hidden_size": 9}),
+    (MIXERS, {"ffn_hidden_size": 9}),
     (NO_GROUPS, {"moe.num_groups": 4}),
     (NO_GROUPS, {"moe.num_groups": 4, "moe.group_topk": 4, "moe.group_scores": 2}),
     (ON_INPUT, {"moe.pre_softmax": False}),
@@ -450,19 +469,28 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, INDEXED, DELTA, GLOBAL) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, INDEXED, DELTA, MIXERS, GLOBAL) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
         f"{group}.{field.name}"
         for group, kind in (
-            *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet)),
+            *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
             ("global_attention", GlobalAttention),
         )
         for field in dataclasses.fields(kind)
     }
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
+
+
+BESIDE_MIXERS_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_MIXERS.items() if isinstance(value, bool)},
+    "mla": LATENT.mla,
+    "gdn": DELTA.gdn,
+    "attention_chunk_size": 2,
+    "mtp_num_layers": 1,
+}
 
 
 def _other_than(value: object) -> object:
@@ -478,12 +506,13 @@ def _other_than(value: object) -> object:
         *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
+        *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
     ],
     ids=str,
 )
 def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
-    with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
+    with pytest.raises(UnknownArchitecture, match=f"{name}={shown(value)}"):
         GPT(with_fields(model, change), BF16)
 
 
@@ -506,6 +535,12 @@ def test_what_only_grouped_queries_share_and_a_gate_without_parameters(
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:
     with pytest.raises(UnknownArchitecture, match="is not computed here with global_attention="):
         GPT(dataclasses.replace(LATENT, global_attention=GLOBAL.global_attention), BF16)
+
+
+@pytest.mark.parametrize("change", [{"moe.own_norms": True}, {"add_bias_linear": True}], ids=str)
+def test_what_experts_of_a_latent_size_do_not_compute_is_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"is not computed here with {next(iter(change))}=True"):
+        GPT(with_fields(EXPERTS, {"moe.latent_size": 8, **change}), BF16)
 
 
 # What Megatron-Core computes ------------------------------------------------------------------------------------------

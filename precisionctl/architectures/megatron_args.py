@@ -22,7 +22,7 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("moe_latent_size", "heterogeneous_block_specs"),
+    "heterogeneous_block_specs",
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
@@ -224,6 +224,7 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
         **{argument: getattr(moe, field) for argument, field in _MOE.items()},
         # Megatron-Core has it for one expert of a token, whose sigmoid it divides by nothing
         **({"moe_apply_probs_on_input": True} if moe.probs_on_input and moe.topk == 1 else {}),
+        **({"moe_latent_size": moe.latent_size} if moe.latent_size else {}),  # new in megatron-core 0.16
         # Megatron-Core has the bias beside sigmoids alone
         "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function == "sigmoid",
         "moe_router_topk_scaling_factor": factor,
@@ -417,6 +418,9 @@ def _read_moe(
     args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba2 | None, where: object
 ) -> MoE | None:
     if not args.get("num_experts"):
+        if mamba and "E" in mamba.pattern:
+            what = f"hybrid_override_pattern {mamba.pattern} has layers with experts, and num_experts is not said"
+            raise DamagedCheckpoint(what, where=where)
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
     frequency = args.get("moe_layer_freq", 1)
@@ -440,6 +444,7 @@ def _read_moe(
     found["expert_bias"] = bool(found.get("expert_bias"))
     found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
     found["probs_on_input"] = bool(args.get("moe_apply_probs_on_input"))
+    found["latent_size"] = args.get("moe_latent_size")
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
 

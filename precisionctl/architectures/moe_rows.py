@@ -103,8 +103,8 @@ GATED_SHARED_EXPERT = (
 
 FC1 = "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}"
 FC2 = "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}"
-FC1_SIZES = ("expert_fc1_size", "hidden_size")
-FC2_SIZES = ("hidden_size", "moe.ffn_hidden_size")
+FC1_SIZES = ("expert_fc1_size", "expert_hidden_size")
+FC2_SIZES = ("expert_hidden_size", "moe.ffn_hidden_size")
 
 
 def experts(gate: str, up: str, down: str) -> tuple[Row, ...]:

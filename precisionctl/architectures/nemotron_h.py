@@ -2,9 +2,12 @@
 in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_block.py, mamba_mixer.py).
 
 Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
-are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`.
+are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`. What
+clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.23) takes
+time_step_min for it, which is where steps of a new model begin.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -24,7 +27,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import MOST_LAYERS
@@ -57,7 +60,7 @@ _MIXER = only_in(
         Row(
             f"{_HF}conv1d.weight",
             f"{_MEGATRON}conv1d.weight",
-            ("mamba.conv_size", 1, 4),
+            ("mamba.conv_size", 1, "mamba.conv_kernel_dim"),
             parallel=Parallel("rows", names=MIXER_CONV_PARTS),
             parts="mamba.conv_parts",
         ),
@@ -89,6 +92,28 @@ _SHARED_EXPERT = (
 )
 
 
+_LATENTS = only_in(
+    "moe",
+    (
+        Row(
+            f"{_HF}fc1_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc1_latent_proj.weight",
+            ("moe.latent_size", "hidden_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+        Row(
+            f"{_HF}fc2_latent_proj.weight",
+            "decoder.layers.{layer}.mlp.fc2_latent_proj.weight",
+            ("hidden_size", "moe.latent_size"),
+            present=when("latent_experts"),
+            gemm=True,
+        ),
+    ),
+)
+"""Around experts, whole on every tensor rank (megatron/core/transformer/moe/moe_layer.py)."""
+
+
 def _experts(up: str, down: str) -> tuple[Row, ...]:
     return (
         Row(_HF + up, FC1, FC1_SIZES, parallel=ROWS, layers="moe", gemm=True),
@@ -107,6 +132,7 @@ _ROWS = (
     *only_in("dense", _as_mixer(UNGATED_MLP)),
     *_as_mixer((*ROUTER, *EXPERT_BIAS)),
     *_SHARED_EXPERT,
+    *_LATENTS,
     *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
 )
 _PUBLISHED = (*_ROWS, *_experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight"))
@@ -155,6 +181,18 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
+def _read_step_limit(config: Config, where: object) -> Fields:
+    endless = (math.inf, {"__float__": "Infinity"})  # as Python's JSON has it, and as transformers
+    for key in _STEP_LIMIT:
+        limit = config.get(key)
+        if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in ([0, end] for end in endless)):
+            do = "Its table was made for steps that nothing clamps, as in Megatron-Core."
+            raise UnknownArchitecture(f"no nemotron_h known here has {key}={shown(limit)}", where=where, do=do)
+    return {}
+
+
+_STEP_LIMIT = ("time_step_limit", "mamba_dt_limit")
+
 _EXPERT_KEYS = {
     key.field: key
     for key in (
@@ -165,6 +203,7 @@ _EXPERT_KEYS = {
         Key("moe.num_groups", "n_group", 1),
         Key("moe.group_topk", "topk_group", 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Key("moe.latent_size", "moe_latent_size", None),
     )
 }
 
@@ -177,6 +216,7 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     Only("use_conv_bias", True),
     Only("use_bias", False),
     Only("mamba_hidden_act", "silu"),
+    Rule(_STEP_LIMIT, _read_step_limit),
 )
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
@@ -197,7 +237,6 @@ ARCHITECTURE = Architecture(
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("sliding_window", None),
-        Only("moe_latent_size", None),
         Only("norm_topk_prob", True),
         Only("num_nextn_predict_layers", 0),
         Only("residual_in_fp32", False),

@@ -31,22 +31,23 @@ from precisionctl.untrusted.safe_files import check_link
 FILE = "optimizer.pt"
 
 _MODULES = (
-    *("model", "transformer", "embed_tokens", "wte", "wpe", "layers", "h", "ln_1"),
+    *("model", "backbone", "transformer", "embed_tokens", "embeddings", "wte", "wpe", "layers", "h", "ln_1"),
     *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
     *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     *("block_sparse_moe",),
-    *("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "sinks"),
+    *("dt_bias", "A_log", "D", "conv1d", "in_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     *("indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
     *("wg", "shared_experts", "shared_expert", "shared_mlp", "input_linear", "output_linear"),
+    *("fc1_latent_proj", "fc2_latent_proj"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
     *("norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
-    *("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "lm_head"),
+    *("mixer", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "norm_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
 """The names of modules and parameters in transformers' classes. Those of one module are in the order in which it

@@ -78,11 +78,24 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
             f"says; Megatron-Core and `resume` with the model's {model.norm_epsilon:g}."
         )
+    if model.mamba:
+        yield (
+            "transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's time_step_min, 0.001 if it "
+            "says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is."
+        )
+    if model.mamba and model.norm_epsilon != _MIXER_EPSILON:
+        yield (
+            f"Megatron-Core normalises what a Mamba-2 mixer gives with epsilon {_MIXER_EPSILON:g}, whatever the "
+            f"arguments say; transformers and `resume` with the model's {model.norm_epsilon:g}."
+        )
 
 
 _MLA_EPSILON = 1e-6
 """In transformers (modeling_deepseek_v2.py, modeling_deepseek_v3.py) `q_a_layernorm` and `kv_a_layernorm` do not use
 the config's epsilon."""
+
+_MIXER_EPSILON = 1e-5
+"""In megatron/core/ssm/mamba_mixer.py the norm behind the state space has no other."""
 
 
 def _in_words(setting: object) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_parts import MLA, GatedDeltaNet, GlobalAttention, MoE
+from precisionctl.model_parts import MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
@@ -169,6 +169,13 @@ SHAPES = {
         rotary_percent=0.25,
         gdn=GatedDeltaNet((True, False), 4, 8, 32, 32, 4),
         moe=MoE(4, 2, 128, (True, True), shared_ffn_hidden_size=128, shared_expert_gate=True),
+    ),
+    "like Nemotron-H": replace(
+        SHAPE,
+        activation="squared_relu",
+        gated_linear_unit=False,
+        rope_layers=(False, False),
+        mamba=Mamba2("M*", 32, 8, 2, 32),
     ),
     "like Llama 4": replace(
         SHAPE,

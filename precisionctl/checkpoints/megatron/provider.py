@@ -34,7 +34,7 @@ _SAME = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "moe_apply_probs_on_input", "no_rope_freq", "qk_l2_norm"),
+    *("moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_latent_size", "no_rope_freq", "qk_l2_norm"),
     *("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_layer_freq"),

@@ -4,32 +4,38 @@ The convention is that of Megatron-LM's `num_floating_point_operations` (megatro
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
 that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
 itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
-size for each token. Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the
-guard's passes compute additionally: these are FLOPs of the model, not of the machine.
+size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token. Routers, norms, rotary embedding
+and softmax do not count, nor what `train.recompute` and the guard's passes compute additionally: these are FLOPs of the
+model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
 
+from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
+SCAN = 7
+"""For each number of a mixer's states and token (mamba_layer_flops in the same file)."""
 
 
 def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward for sequences of these lengths, in tokens. Packed sequences are separate ones."""
     each = list(lengths)
     whole, chunked = (sum(_pairs(length, size) for length in each) for size in (None, model.attention_chunk_size))
-    products = sum(each) * weights_used(model)
+    products, scans = sum(each) * weights_used(model), 0
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
             products += sum(each) * delta_rule(model)
-        else:
+        elif model.mamba and model.has_mixer(layer):
+            scans += sum(each) * SCAN * model.mamba.inner_size * model.mamba.state_dim
+        elif model.has_attention(layer):
             attention = model.attention_of(model.in_window(layer))
             # Multiply-adds for each pair of a query and an earlier token: queries with keys, scores with values
             per_pair = attention.query_size + attention.projection_size
             products += (chunked if model.in_window(layer) else whole) * per_pair // 2
-    return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products
+    return FORWARD_AND_BACKWARD * (MULTIPLY_ADD * products + scans)
 
 
 def _pairs(length: int, chunk: int | None) -> int:
@@ -42,7 +48,7 @@ def _pairs(length: int, chunk: int | None) -> int:
 
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
-    layers = sum(projections(model, layer) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
+    layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
     per_layer = 3 * model.per_layer_embed_size  # made of an embedding; then in each layer, there and back
     return layers + model.hidden_size * (model.padded_vocab_size + per_layer)
 
@@ -57,10 +63,14 @@ def delta_rule(model: ModelShape) -> int:
 
 
 def projections(model: ModelShape, layer: int) -> int:
-    """The number of weights in the linears of a layer's attention, or of its gated delta net."""
+    """The number of weights in the linears of a layer's attention, or of what it has in its place."""
     hidden, mla = model.hidden_size, model.mla
+    if model.mamba and model.has_mixer(layer):
+        return hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+    if not model.has_attention(layer):
+        return 0
     shared = model.shares_kv(layer)
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
@@ -79,16 +89,23 @@ def indexer(model: ModelShape) -> int:
     return latent * model.dsa.query_size + model.hidden_size * (model.dsa.head_dim + model.dsa.n_heads)
 
 
-def mlp(model: ModelShape, inner: int) -> int:
-    """The number of weights in an MLP with `inner` channels."""
-    return (3 if model.gated_linear_unit else 2) * model.hidden_size * inner
+def mlp(model: ModelShape, inner: int, width: int | None = None) -> int:
+    """The number of weights in an MLP with `inner` channels, of hidden states or of what has another `width`."""
+    return (3 if model.gated_linear_unit else 2) * (width or model.hidden_size) * inner
 
 
-def inner_used(model: ModelShape, layer: int) -> int:
-    """The number of MLP channels that a token uses in a layer, summed over the experts that it is routed to."""
+def mlp_used(model: ModelShape, layer: int) -> int:
+    """The number of weights that a token is multiplied with in a layer's MLP, or in experts that it is routed to."""
     if model.moe is None or not model.has_experts(layer):
-        return model.ffn_size(layer)
-    return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
+        return mlp(model, model.ffn_size(layer)) if model.has_dense_mlp(layer) else 0
+    routed = mlp(model, model.moe.ffn_hidden_size, model.expert_hidden_size)
+    return model.moe.topk * routed + beside_experts(model.moe, model)
+
+
+def beside_experts(moe: MoE, model: ModelShape) -> int:
+    """The number of weights in what all tokens go through beside experts: the shared ones, and the projections to a
+    latent size and back. Routers do not count."""
+    return mlp(model, moe.shared_ffn_hidden_size or 0) + 2 * model.hidden_size * (moe.latent_size or 0)
 
 
 BF16_PEAK: Mapping[str, float] = {

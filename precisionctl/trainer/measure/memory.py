@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from precisionctl.model_parts import GatedDeltaNet
+from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import indexer, mlp, projections
-from precisionctl.trainer.model import delta_rule
+from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, projections
 from precisionctl.trainer.model.loss import loss_bytes
+from precisionctl.trainer.model.recurrence import CHUNK
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parameters:
 
     @staticmethod
     def of(model: ModelShape) -> "Parameters":
-        """Count linears, embedding and output layer; norms and biases, a thousandth of them, are neglected."""
+        """Count linears, embedding and output layer; norms, biases and convolutions, a thousandth, are neglected."""
         layers, moe = range(model.num_layers), model.moe
         table = model.hidden_size * model.padded_vocab_size
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
@@ -62,12 +62,13 @@ class Parameters:
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
             attention += 2 * (model.per_layer_embed_dim or 0) * model.hidden_size
             if moe is None or not model.has_experts(layer):
-                return attention + mlp(model, model.ffn_size(layer))
-            router = moe.num_experts * model.hidden_size
-            return attention + mlp(model, moe.shared_ffn_hidden_size or 0) + router
+                return attention + mlp_used(model, layer)
+            return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
 
         def experts(layer: int) -> int:
-            return moe.num_experts * mlp(model, moe.ffn_hidden_size) if moe and model.has_experts(layer) else 0
+            if moe is None or not model.has_experts(layer):
+                return 0
+            return moe.num_experts * mlp(model, moe.ffn_hidden_size, model.expert_hidden_size)
 
         ahead = 0
         if model.mtp_num_layers:
@@ -122,7 +123,8 @@ def _histories(model: ModelShape, recipe: Recipe) -> int:
     if not recipe.precision.keeps_state:
         return 0
     of_experts = model.moe.num_experts + 1 if model.moe else 0
-    gemms = sum(2 + 2 * (of_experts if model.has_experts(layer) else 1) for layer in range(model.num_layers))
+    beside = 0 if model.mamba else 2  # the two of attention beside those of an MLP, where a layer is no single block
+    gemms = sum(beside + 2 * (of_experts if model.has_experts(layer) else 1) for layer in range(model.num_layers))
     return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 
 
@@ -153,9 +155,9 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
     widest = [model.fc1_size, model.kv_shared_fc1_size]  # channels of activations
     widest += [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
-    widest += [model.gdn.in_proj_size] if model.gdn else []
+    widest += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
     if model.moe:
-        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
+        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.expert_hidden_size]
     working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (kept.norm + 2) * model.hidden_size * tokens
@@ -197,14 +199,21 @@ class _Kept:
 
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
-    norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
-    gdn = model.gdn if model.has_delta_net(layer) else None
-    attention = model.attention_of(model.in_window(layer))
-    inside = _delta_net(gdn, kept) if gdn else _attention(attention, kept, length, model.shares_kv(layer))
-    inside = kept.input * model.hidden_size + inside / kept.tensor
+    norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    made = norms * kept.norm * model.hidden_size / kept.tokens
+    if model.has_dense_mlp(layer) or model.has_experts(layer):
+        made += _inner(model, layer, kept)
+    if model.mamba and model.has_mixer(layer):
+        inside = _mixer(model.mamba, kept)
+    elif model.gdn and model.has_delta_net(layer):
+        inside = _delta_net(model.gdn, kept)
+    elif model.has_attention(layer):
+        inside = _attention(model.attention_of(model.in_window(layer)), kept, length, model.shares_kv(layer))
+    else:
+        return made
     if model.per_layer_embed_dim:
-        inside += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
-    return norms * kept.norm * model.hidden_size / kept.tokens + inside + _inner(model, layer, kept)
+        made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
+    return made + kept.input * model.hidden_size + inside / kept.tensor
 
 
 def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> float:
@@ -239,13 +248,23 @@ def _delta_net(gdn: GatedDeltaNet, kept: _Kept) -> float:
     made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
     # All FP32: products of the tokens of a chunk with each other, keys, queries and what they read, values and steps,
     # and the state of each chunk
-    rule = (
-        6 * 4 * delta_rule.CHUNK * heads
-        + 9 * 4 * keys
-        + 3 * 4 * gdn.value_size
-        + 4 * keys * gdn.value_head_dim // delta_rule.CHUNK
-    )
+    rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _mixer(mamba: Mamba2, kept: _Kept) -> float:
+    """Bytes that a Mamba-2 mixer saves for the backward for each token, in rows of several chunks."""
+    heads, vectors = mamba.num_heads, 2 * mamba.num_groups * mamba.state_dim
+    made = 4 * mamba.conv_size + 16 * heads
+    # All FP32: products of the tokens of a chunk with each other, B and C, values, and the state of each chunk
+    space = (
+        2 * 4 * CHUNK * heads
+        + 4 * CHUNK * mamba.num_groups
+        + 2 * 4 * vectors
+        + 5 * 4 * mamba.inner_size
+        + 2 * 4 * mamba.inner_size * mamba.state_dim // CHUNK
+    )
+    return made + space + (kept.norm + 4 + 4 + 4 + kept.input) * mamba.inner_size
 
 
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
@@ -263,7 +282,10 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     if moe.shared_expert_gate:
         shared += 2 * hidden  # the gate's other factor
-    routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
+    width = model.expert_hidden_size
+    routed = moe.topk * (kept.input * width + channel * moe.ffn_hidden_size + 2 * width)
+    if moe.latent_size:  # inputs of the projections to it and back
+        routed += kept.input * (hidden + width)
     return router + shared + routed
 
 
@@ -272,4 +294,4 @@ def _tensors(model: ModelShape) -> Iterator[int]:
     of_attention = (size for each in model.attentions for size in (each.qkv_size, each.projection_size))
     yield model.hidden_size * max(model.fc1_size, model.kv_shared_fc1_size, *of_attention)
     yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
-    yield model.hidden_size * model.gdn.in_proj_size if model.gdn else 0
+    yield from (model.hidden_size * each.in_proj_size for each in (model.gdn, model.mamba) if each)

@@ -31,10 +31,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "moe", "gdn", "attention_output_gate"), ANY
+        ("rope_scaling", "mla", "dsa", "moe", "gdn", "mamba", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
-    "mamba": (None,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
@@ -44,11 +43,12 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
-    **dict.fromkeys(("moe.expert_bias", "moe.router_bias"), ANY),
+    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.score_function": ("softmax", "sigmoid"),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
+    **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
 }
 
 BESIDE_MLA: Mapping[str, object] = {
@@ -63,6 +63,7 @@ BESIDE_MLA: Mapping[str, object] = {
     "rotary_percent": 1.0,
     "add_bias_linear": False,
     "add_qkv_bias": False,
+    "num_kv_shared_layers": 0,
 }
 """What latent attention computes of these; grouped queries heed them."""
 
@@ -76,8 +77,20 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
     "add_bias_linear": False,
     "activation": "silu",
     "attention_chunk_size": None,
+    "num_kv_shared_layers": 0,
 }
 """What layers with a gated delta net compute of these; those with attention heed them."""
+
+BESIDE_MIXERS: Mapping[str, object] = {
+    **BESIDE_EXPERTS,
+    **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
+    **dict.fromkeys(("mtp_num_layers", "num_kv_shared_layers"), 0),
+    "parallel_residual": False,
+    "post_layernorms": False,
+    "layer_scalar": False,
+    "add_bias_linear": False,
+}
+"""What a model whose layers are one block each, some of them Mamba-2 mixers, computes of these; others heed them."""
 
 
 def check(model: ModelShape) -> None:
@@ -94,13 +107,16 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
             yield name, value
     beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
     beside |= BESIDE_DELTA_NETS if model.gdn else {}
+    beside |= BESIDE_MIXERS if model.mamba else {}
     yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
     if model.dsa and not model.query_latent:
         yield "dsa", model.dsa
+    if model.moe and model.moe.own_norms and (model.mamba or model.latent_experts):
+        yield "moe.own_norms", True
+    if model.latent_experts and model.add_bias_linear:
+        yield "add_bias_linear", True
     if model.mla and model.global_attention:
         yield "global_attention", model.global_attention
-    if model.num_kv_shared_layers and (model.mla or model.gdn):
-        yield "num_kv_shared_layers", model.num_kv_shared_layers
     if model.per_layer_embed_dim and model.xielu:
         yield "per_layer_embed_dim", model.per_layer_embed_dim
     if model.xielu and (model.moe or model.gated_linear_unit):
@@ -110,6 +126,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "gdn", "global_attention"):
+    for group in ("moe", "mla", "dsa", "gdn", "mamba", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

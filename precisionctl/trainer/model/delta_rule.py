@@ -10,11 +10,9 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens; as many as Megatron-Core's and transformers' implementations take."""
+from precisionctl.trainer.model.recurrence import decays_between, in_chunks
 
 _EPSILON = 1e-6
 """Added to the squares of a query's or a key's length, which both are divided by."""
@@ -30,11 +28,10 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
     query = query * key.shape[-1] ** -0.5
     query, key, new, rates, decays = (
-        _in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], decay[..., None])
+        in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], decay[..., None])
     )  # [B, N, chunks, CHUNK, ...]
     past = decays.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=past.device).tril()
-    between = (past - past.mT).masked_fill(~lower, -torch.inf).exp()  # from each token to each later one
+    between = decays_between(past)
     system = rates * (key @ key.mT) * between  # only what is below its diagonal counts
     learned = torch.linalg.solve_triangular(system, rates * new, upper=False, unitriangular=True)
     read = torch.linalg.solve_triangular(system, rates * past.exp() * key, upper=False, unitriangular=True)
@@ -64,10 +61,3 @@ def _flash_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
 
 def _of_length_1(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)
-
-
-def _in_chunks(tensor: Tensor) -> Tensor:
-    """`[B, S, N, ...]` as `[B, N, chunks, CHUNK, ...]`, with zeros behind the last token: they change no state."""
-    padded = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % CHUNK))
-    heads = padded.transpose(1, 2)
-    return heads.reshape(*heads.shape[:2], -1, CHUNK, heads.shape[-1])

@@ -13,6 +13,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.recurrence import by_text, convolved
 
 
 class GatedDeltaNetAttention(nn.Module):
@@ -37,22 +38,14 @@ class GatedDeltaNetAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
         """`[T, E]` to the same."""
-        projected = self.in_proj(hidden).view(*positions.shape, -1)
-        if positions.packed is None:
-            made = self._attend(projected)
-        else:  # each text by itself: none begins with what another left in the state, or in the convolution
-            texts = torch.split(projected.flatten(0, 1)[None], list(positions.packed.lengths), 1)
-            made = torch.cat([self._attend(text) for text in texts], 1)
-        out: Tensor = self.out_proj(made.flatten(0, 1))
+        out: Tensor = self.out_proj(by_text(self._attend, self.in_proj(hidden), positions))
         return out
 
     def _attend(self, projected: Tensor) -> Tensor:
         """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
         channels = sum(self.parts[:3])
         mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
-        taps = self.conv1d.weight.shape[-1]
-        mixed = F.conv1d(F.pad(mixed.mT, (taps - 1, 0)), self.conv1d.weight, groups=channels)
-        heads = torch.split(F.silu(mixed).mT, self.parts[:3], -1)
+        heads = torch.split(convolved(mixed, self.conv1d), self.parts[:3], -1)
         query, key, value = (
             each.reshape(*each.shape[:2], -1, size)
             for each, size in zip(heads, (self.key_head, self.key_head, self.value_head), strict=True)

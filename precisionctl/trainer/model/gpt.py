@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
+from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
+from precisionctl.trainer.model.attention import KeysValues
 from precisionctl.trainer.model.computes import check
-from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
-from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
+from precisionctl.trainer.model.embedding import Embedding
+from precisionctl.trainer.model.hybrid_layer import HybridLayer
+from precisionctl.trainer.model.layer import Layer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
+from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.router_balance import NO_BALANCE, Balance
 from precisionctl.trainer.model.router_losses import RouterLosses
 from precisionctl.trainer.parallel.shards import ModelShards
@@ -192,85 +194,25 @@ class GPT(nn.Module):
         return made
 
 
-class Embedding(nn.Module):
-    """Tokens as hidden states, with learned positions where the model has them."""
-
-    def __init__(self, model: ModelShape, backend: Backend) -> None:
-        super().__init__()
-        self.ranks = backend.world.tensor
-        self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
-        self.position_embeddings: nn.Embedding | None = None
-        if model.learned_positions:
-            rows, dtype, device = model.max_position_embeddings, backend.dtype, backend.device
-            self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
-            nn.init.normal_(self.position_embeddings.weight, std=0.02)
-        self.multiplier = model.embedding_multiplier
-        self.per_layer_embedding: WordEmbeddings | None = None
-        if model.per_layer_embed_dim:
-            self.per_layer_embedding = WordEmbeddings(model.padded_vocab_size, model.per_layer_embed_size, backend)
-            self.per_layer_model_proj = plain_linear(model.hidden_size, model.per_layer_embed_size, backend)
-            self.per_layer_proj_norm = backend.norm(model.per_layer_embed_dim, norm_of(model))
-        self.layers = model.num_layers
-
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """`[B, S]`, at positions `[S]` or `[B, S]`, to `[T, E]`."""
-        hidden: Tensor = self.word_embeddings(tokens.flatten())
-        if self.multiplier != 1:
-            hidden = hidden * hidden.new_full((), self.multiplier)
-        if self.position_embeddings is not None:
-            # the padding that fills a batch up for FP8 GEMMs may lie beyond the last position
-            known = position.clamp(max=self.position_embeddings.num_embeddings - 1)
-            hidden = hidden + self.position_embeddings(self.ranks.local_tokens(known.expand_as(tokens).flatten()))
-        return hidden
-
-    def per_layer(self, tokens: Tensor, hidden: Tensor) -> list[Tensor] | None:
-        """What each layer reads of tokens `[B, S]`, whose embedding is `hidden` `[T, E]`: `[T, P]`, P being
-        per_layer_embed_dim. None where layers read hidden states alone."""
-        if self.per_layer_embedding is None:
-            return None
-        own = self.per_layer_embedding(tokens.flatten()).unflatten(1, (self.layers, -1))
-        own = own * own.new_full((), own.shape[-1] ** 0.5)
-        context = product(F.linear, hidden, self.per_layer_model_proj.weight) * hidden.shape[-1] ** -0.5
-        context = self.per_layer_proj_norm(context.view_as(own))
-        return list(((context + own) * 2**-0.5).unbind(1))
-
-
-def plain_linear(inputs: int, outputs: int, backend: Backend) -> nn.Linear:
-    """A linear without bias that every rank has whole, and that never computes in FP8."""
-    made = nn.Linear(inputs, outputs, bias=False, dtype=backend.dtype, device=backend.device)
-    nn.init.normal_(made.weight, std=0.02)
-    return made
-
-
-class WordEmbeddings(nn.Embedding):
-    """Rows of the vocabulary; of tensor ranks, each has some of them."""
-
-    def __init__(self, rows: int, columns: int, backend: Backend) -> None:
-        self.ranks = backend.world.tensor
-        super().__init__(rows // self.ranks.size, columns, dtype=backend.dtype, device=backend.device)
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`[T]` to `[T, E]`, of this rank's tokens."""
-        if self.ranks.size == 1:
-            return super().forward(tokens)
-        mine = tokens - self.ranks.rank * self.num_embeddings
-        others = (mine < 0) | (mine >= self.num_embeddings)
-        return self.ranks.leave(super().forward(mine.masked_fill(others, 0)).masked_fill(others[:, None], 0))
-
-
 class Decoder(nn.Module):
-    """All layers, and the norm after the last."""
+    """All layers, and the norm after the last, which has another name where each layer is one block."""
 
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
-        numbers = range(model.num_layers)
-        self.kv_layers = [model.kv_layer(layer) for layer in numbers]
+        self.kv_layers = [model.kv_layer(layer) for layer in range(model.num_layers)]
+
+        def made(number: int) -> ResidualLayer:
+            name = f"decoder.layers.{number}"
+            if model.mamba:
+                return HybridLayer(name, model, model.mamba, number, backend, recompute)
+            return Layer(name, model, number, backend, recompute)
+
         self.layers = nn.ModuleList(
-            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend, recompute), backend.dtype)
-            for layer in numbers
+            backend.world.sharded(made(number), backend.dtype) for number in range(model.num_layers)
         )
-        self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
+        norm = backend.norm(model.hidden_size, norm_of(model))
+        self.final_layernorm = None if model.mamba else norm
+        self.final_norm = norm if model.mamba else None
         self.backend = backend
         self.captured: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
         """All layers as CUDA graphs, for batches `[rows, length]`."""
@@ -288,100 +230,10 @@ class Decoder(nn.Module):
             for number, (layer, source) in enumerate(zip(self.layers, self.kv_layers, strict=True)):
                 own = per_layer[number] if per_layer else None
                 hidden, kept[number] = layer(hidden, positions, own, kept.get(source))
-        hidden = self.final_layernorm(hidden)
-        return hidden
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each added to the residual stream.
-
-    Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
-    have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
-    that alone, and Gemma 4 multiplies what the layer gives, after it has added what it makes of a token's embedding for
-    this layer. Experts with norms of their own read what no norm has. `recompute` keeps no activation but the input for
-    the backward, and keys and values that other layers read.
-    """
-
-    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
-        super().__init__()
-        self.backend, self.recompute = backend, recompute
-        norm, size = norm_of(model), model.hidden_size
-        self.kind = kind_of(model, number)
-        self.parallel_residual, self.residual_multiplier = model.parallel_residual, model.residual_multiplier
-        self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
-        self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
-        if model.gdn and model.has_delta_net(number):
-            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
-        elif model.mla:
-            indexer = model.dsa if model.has_indexer(number) else None
-            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
-        else:
-            attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
-            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend, shares_kv)
-        later = range(number + 1, model.num_layers)
-        self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
-        moe = model.moe if model.has_experts(number) else None
-        own_norm = moe and not moe.own_norms and not model.one_layernorm
-        self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
-        self.mlp: MLP | MoELayer
-        if moe:
-            self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
-        else:
-            fused = norm if model.fused_layernorms else None
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
-        if model.post_layernorms:
-            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
-            add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
-            last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
-            add_post_layernorm(last, backend.norm(size, norm))
-        ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
-        self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
-        self.per_layer_input_gate: nn.Linear | None = None
-        if model.per_layer_embed_dim:
-            self.per_layer_input_gate = plain_linear(size, model.per_layer_embed_dim, backend)
-            self.per_layer_projection = plain_linear(model.per_layer_embed_dim, size, backend)
-            self.post_per_layer_input_norm = backend.norm(size, norm)
-            self.activation = ACTIVATIONS[model.activation]
-
-    def forward(
-        self,
-        hidden: Tensor,
-        positions: dict[LayerKind, Positions],
-        per_layer: Tensor | None = None,
-        shared: KeysValues | None = None,
-    ) -> tuple[Tensor, KeysValues | None]:
-        """`[T, E]` to the same, and the keys and values that later layers read, if any do; `per_layer` is what this
-        layer reads beside, `shared` the keys and values of another one. Between regions of tensor ranks, T are those of
-        this rank."""
-        if self.recompute and torch.is_grad_enabled():
-            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(
-                self._through, hidden, positions, per_layer, shared
-            )
-            return made
-        return self._through(hidden, positions, per_layer, shared)
-
-    def _through(
-        self,
-        hidden: Tensor,
-        positions: dict[LayerKind, Positions],
-        per_layer: Tensor | None,
-        shared: KeysValues | None,
-    ) -> tuple[Tensor, KeysValues | None]:
-        normed, kept = self.input_layernorm(hidden), None
-        if isinstance(self.self_attention, SelfAttention):
-            attended, kept = self.self_attention(normed, positions[self.kind], shared)
-        else:
-            attended = self.self_attention(normed, positions[self.kind])
-        out = torch.add(hidden, attended, alpha=self.residual_multiplier)
-        beside = normed if self.parallel_residual else out
-        out = torch.add(out, self.mlp(self.pre_mlp_layernorm(beside)), alpha=self.residual_multiplier)
-        if self.per_layer_input_gate is not None:
-            assert per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
-            gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))
-            added = product(F.linear, gate * per_layer, self.per_layer_projection.weight)
-            out = out + self.post_per_layer_input_norm(added)
-        out = out if self.layer_scalar is None else out * self.layer_scalar
-        return out, kept if self.kv_is_read else None
+        last = self.final_layernorm or self.final_norm
+        assert last is not None, "one of the two is there"
+        out: Tensor = last(hidden)
+        return out
 
 
 class MTP(nn.Module):

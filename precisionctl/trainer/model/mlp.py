@@ -76,6 +76,7 @@ class MoELayer(nn.Module):
     """Each token goes through the experts that the router chooses for it; no token is dropped.
 
     `shared_experts` is what all tokens go through beside those; with norms of their own, both read what no norm has.
+    Of experts of a latent size all tensor ranks make what these read, of all tokens, and what they give.
     `router_losses.py` says what keeps the loads even.
     """
 
@@ -90,13 +91,24 @@ class MoELayer(nn.Module):
         self.pre_moe_layernorm, self.post_moe_layernorm = (
             backend.norm(model.hidden_size, norm_of(model)) if moe.own_norms else nn.Identity() for _ in range(2)
         )
+        self.latent = moe.latent_size is not None
+        if moe.latent_size is not None:
+            sizes = {"fc1": (model.hidden_size, moe.latent_size), "fc2": (moe.latent_size, model.hidden_size)}
+            self.fc1_latent_proj, self.fc2_latent_proj = (
+                backend.linear(f"{name}.{which}_latent_proj", *each, False) for which, each in sizes.items()
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]`, normalised but for norms of its own, to the same."""
         tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens)
-        routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
-        out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
+        if self.latent:
+            latent = self.ranks.copy(self.fc1_latent_proj(self.ranks.gather(hidden)))
+            given = self.ranks.reduce(self.experts(latent, weights, chosen))
+            out: Tensor = self.ranks.scatter(self.fc2_latent_proj(given))
+        else:
+            routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
+            out = self.post_moe_layernorm(self.ranks.leave(routed))
         if self.shared_experts is None:
             return out
         out = out + self.shared_experts(hidden)
@@ -127,7 +139,7 @@ class Experts(nn.Module):
         super().__init__()
         self.backend, self.model, self.number = backend, model, moe.num_experts
         self.probs_on_input = moe.probs_on_input
-        hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
+        hidden, inner, bias = model.expert_hidden_size, moe.ffn_hidden_size, model.add_bias_linear
         self.linear_fc1 = backend.grouped_linear(
             f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias, "column"
         )

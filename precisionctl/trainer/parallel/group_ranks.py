@@ -110,6 +110,10 @@ class TensorRanks(_GroupRanks):
         """All tokens, for a computation that is the same on all ranks, and so are its gradients: an all-gather."""
         return _with_backward(values, self.all_gather, self.local_tokens) if self.sequence else values
 
+    def scatter(self, values: Tensor) -> Tensor:
+        """This rank's part of all tokens, after such a computation: the inverse of `gather`."""
+        return _with_backward(values, self.local_tokens, self.all_gather) if self.sequence else values
+
     def copy(self, values: Tensor) -> Tensor:
         """The identity, whose gradients are all-reduced: for values that are the same on all ranks, before each
         computes with its own shard."""

@@ -32,6 +32,9 @@ _OF_LATENTS = (
 )
 """Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
+_AROUND_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+"""Modules that see all tokens too, around experts of a latent size."""
+
 
 class ModelShards:
     """This rank's shards of all parameters of a model that is distributed over the ranks of `world`: `tensors`, by
@@ -95,7 +98,7 @@ class ModelShards:
             if ranks.size == 1 or not master.requires_grad or self._is_sharded(name) or modules[0] == "mtp":
                 continue
             latent = ".".join(modules[:-2] + ["linear_kv_down_proj.weight"]) in self.tensors
-            if latent and modules[-2] in _OF_LATENTS:
+            if modules[-2] in _AROUND_EXPERTS or (latent and modules[-2] in _OF_LATENTS):
                 continue
             if ranks.sequence or modules[-2] in _REPLICATED_IN_REGIONS or "experts" in modules:
                 partial.append(master)
@@ -140,13 +143,14 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
-    moe = model.moe
+    moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
     shared = [
         ("attention heads", model.num_attention_heads),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
+        ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
-        ("channels of an MLP", model.ffn_hidden_size if moe is None or not all(moe.layer_freq) else sizes.tensor),
+        ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),
         ("channels of an expert", moe.ffn_hidden_size if moe else sizes.tensor),
         ("channels of the shared experts", (moe and moe.shared_ffn_hidden_size) or sizes.tensor),
     ]

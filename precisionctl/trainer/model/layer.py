@@ -1,0 +1,83 @@
+"""A layer of attention and an MLP, or experts, as Megatron-Core's TransformerLayer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
+from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
+from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
+from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.residual_layer import ResidualLayer
+
+
+class Layer(ResidualLayer):
+    """Attention and MLP, each added to the residual stream.
+
+    Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
+    have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
+    that alone, and Gemma 4 multiplies what the layer gives, after it has added what it makes of a token's embedding for
+    this layer. Experts with norms of their own read what no norm has.
+    """
+
+    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
+        super().__init__(model, number, backend, recompute)
+        norm, size = norm_of(model), model.hidden_size
+        self.parallel_residual = model.parallel_residual
+        self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
+        self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
+        if model.gdn and model.has_delta_net(number):
+            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
+        elif model.mla:
+            indexer = model.dsa if model.has_indexer(number) else None
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
+        else:
+            attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
+            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend, shares_kv)
+        later = range(number + 1, model.num_layers)
+        self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
+        moe = model.moe if model.has_experts(number) else None
+        own_norm = moe and not moe.own_norms and not model.one_layernorm
+        self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
+        self.mlp: MLP | MoELayer
+        if moe:
+            self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
+        else:
+            fused = norm if model.fused_layernorms else None
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
+        if model.post_layernorms:
+            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
+            add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+            last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
+            add_post_layernorm(last, backend.norm(size, norm))
+        ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
+        self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
+        self.per_layer_input_gate: nn.Linear | None = None
+        if model.per_layer_embed_dim:
+            self.per_layer_input_gate = plain_linear(size, model.per_layer_embed_dim, backend)
+            self.per_layer_projection = plain_linear(model.per_layer_embed_dim, size, backend)
+            self.post_per_layer_input_norm = backend.norm(size, norm)
+            self.activation = ACTIVATIONS[model.activation]
+
+    def through(
+        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
+    ) -> tuple[Tensor, KeysValues | None]:
+        normed, kept = self.input_layernorm(hidden), None
+        if isinstance(self.self_attention, SelfAttention):
+            attended, kept = self.self_attention(normed, positions, shared)
+        else:
+            attended = self.self_attention(normed, positions)
+        out = self.added(hidden, attended)
+        beside = normed if self.parallel_residual else out
+        out = self.added(out, self.mlp(self.pre_mlp_layernorm(beside)))
+        if self.per_layer_input_gate is not None:
+            assert per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
+            gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))
+            added = product(F.linear, gate * per_layer, self.per_layer_projection.weight)
+            out = out + self.post_per_layer_input_norm(added)
+        out = out if self.layer_scalar is None else out * self.layer_scalar
+        return out, kept if self.kv_is_read else None

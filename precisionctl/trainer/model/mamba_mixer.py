@@ -1,0 +1,73 @@
+"""A Mamba-2 mixer (arXiv 2405.21060) with Megatron-Core's parameter names (ssm/mamba_mixer.py).
+
+Shape letters: B batch, S sequence, T tokens, E hidden_size; N heads of D channels in G groups (a tensor rank's), K
+channels of a state.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_parts import Mamba2
+from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
+from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.recurrence import by_text, convolved
+from precisionctl.trainer.model.state_space import state_space
+
+_STEPS = (0.001, 0.1)
+"""Of a new mixer: its heads' steps, where in_proj gives 0, are between these (Megatron-Core's dt_min and dt_max)."""
+
+
+class MambaMixer(nn.Module):
+    """Values and the vectors B and C go through a causal convolution, the state space and a gated norm, and out_proj.
+    Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head: the more of it, the more a
+    token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
+
+    def __init__(self, name: str, model: ModelShape, mamba: Mamba2, backend: Backend) -> None:
+        super().__init__()
+        ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
+        self.parts = [rows // ranks for rows in mamba.in_proj_parts]
+        self.groups, heads, channels = mamba.num_groups // ranks, mamba.num_heads // ranks, mamba.conv_size // ranks
+        self.in_proj = column_linear(
+            backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, norm_of(model)
+        )
+        self.conv1d = nn.Conv1d(channels, channels, mamba.conv_kernel_dim, groups=channels, dtype=dtype, device=device)
+        steps = torch.empty(heads, device=device).uniform_(*map(math.log, _STEPS)).exp_()
+        self.dt_bias = nn.Parameter(steps.expm1().log_().to(dtype))
+        self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
+        self.D = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
+        self.norm = GatedNorm(mamba.inner_size // ranks, self.groups, Norm("RMSNorm", model.norm_epsilon), backend)
+        self.out_proj = backend.linear(f"{name}.out_proj", mamba.inner_size, model.hidden_size, False, "row")
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[T, E]` to the same."""
+        out: Tensor = self.out_proj(by_text(self._mix, self.in_proj(hidden), positions))
+        return out
+
+    def _mix(self, projected: Tensor) -> Tensor:
+        """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
+        gate, mixed, step = torch.split(projected, [self.parts[0], sum(self.parts[1:4]), self.parts[4]], -1)
+        value, write, read = torch.split(convolved(mixed, self.conv1d), self.parts[1:4], -1)
+        write, read = (torch.unflatten(each, -1, (self.groups, -1)) for each in (write, read))
+        value = torch.unflatten(value, -1, (len(self.D), -1)).float()
+        step = F.softplus(step.float() + self.dt_bias.float())
+        made = state_space(value * step[..., None], -self.A_log.float().exp() * step, write, read)
+        normed: Tensor = self.norm((made + self.D.float()[:, None] * value).flatten(2), gate)
+        return normed
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of the channels of each group, multiplied by the SiLU of a gate before."""
+
+    def __init__(self, size: int, groups: int, norm: Norm, backend: Backend) -> None:
+        super().__init__()
+        self.groups, self.norm = groups, norm
+        self.weight = nn.Parameter(torch.ones(size, dtype=backend.dtype, device=backend.device))
+
+    def forward(self, values: Tensor, gate: Tensor) -> Tensor:
+        """FP32 values and gates `[..., size]` to the same, in the gates' dtype."""
+        grouped = torch.unflatten(values * F.silu(gate.float()), -1, (self.groups, -1))
+        return self.norm.of(grouped, self.weight.view(self.groups, -1), None).flatten(-2).to(gate.dtype)

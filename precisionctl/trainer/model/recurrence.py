@@ -1,0 +1,46 @@
+"""What layers with a state share, gated delta nets and Mamba-2 mixers: a causal convolution before it, texts that begin
+with none, and a state that is computed chunk by chunk.
+
+Shape letters: B batch, S sequence, N heads.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.trainer.model.positions import Positions
+
+CHUNK = 64
+"""Tokens; as many as Megatron-Core's and transformers' delta rules take."""
+
+
+def by_text(function: Callable[[Tensor], Tensor], tokens: Tensor, positions: Positions) -> Tensor:
+    """`function`, of texts that are S tokens long, `[B, S, channels]`, applied to all tokens `[T, channels]`; gives
+    `[T, ...]`."""
+    if positions.packed is None:
+        return function(tokens.view(*positions.shape, -1)).flatten(0, 1)
+    # each text by itself: none begins with what another left in the state, or in the convolution
+    texts = torch.split(tokens[None], list(positions.packed.lengths), 1)
+    return torch.cat([function(text) for text in texts], 1).flatten(0, 1)
+
+
+def convolved(channels: Tensor, taps: nn.Conv1d) -> Tensor:
+    """SiLU of a causal convolution of each channel `[B, S, channels]` by itself."""
+    padded = F.pad(channels.mT, (taps.kernel_size[0] - 1, 0))
+    return F.silu(F.conv1d(padded, taps.weight, taps.bias, groups=taps.groups)).mT
+
+
+def in_chunks(tensor: Tensor) -> Tensor:
+    """`[B, S, N, ...]` as `[B, N, chunks, CHUNK, ...]`, with zeros behind the last token: they change no state."""
+    padded = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % CHUNK))
+    heads = padded.transpose(1, 2)
+    return heads.reshape(*heads.shape[:2], -1, CHUNK, heads.shape[-1])
+
+
+def decays_between(past: Tensor) -> Tensor:
+    """What decays from each token of a chunk to each later one, `[..., CHUNK, CHUNK]`, and 0 to each earlier one; of
+    the logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=past.device).tril()
+    return (past - past.mT).masked_fill(~lower, -torch.inf).exp()

@@ -1,0 +1,47 @@
+"""What all layers of the decoder do: add to the residual stream, and forget activations where they are told to."""
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.backends.base import Backend
+from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.positions import LayerKind, Positions, kind_of
+
+
+class ResidualLayer(nn.Module):
+    """A layer; `through` is what it computes. `recompute` keeps no activation for the backward but the input, and keys
+    and values that other layers read."""
+
+    def __init__(self, model: ModelShape, number: int, backend: Backend, recompute: bool) -> None:
+        super().__init__()
+        self.backend, self.recompute = backend, recompute
+        self.kind, self.residual_multiplier = kind_of(model, number), model.residual_multiplier
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: dict[LayerKind, Positions],
+        per_layer: Tensor | None = None,
+        shared: KeysValues | None = None,
+    ) -> tuple[Tensor, KeysValues | None]:
+        """`[T, E]` to the same, and the keys and values that later layers read, if any do; `per_layer` is what this
+        layer reads beside, `shared` the keys and values of another one. Between regions of tensor ranks, T are those of
+        this rank."""
+        here = positions[self.kind]
+        if self.recompute and torch.is_grad_enabled():
+            made: tuple[Tensor, KeysValues | None] = self.backend.recomputed(
+                self.through, hidden, here, per_layer, shared
+            )
+            return made
+        return self.through(hidden, here, per_layer, shared)
+
+    def through(
+        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
+    ) -> tuple[Tensor, KeysValues | None]:
+        """As `forward`, at the positions of this kind of layer."""
+        raise NotImplementedError
+
+    def added(self, hidden: Tensor, block: Tensor) -> Tensor:
+        """The residual stream with what a block gives."""
+        return torch.add(hidden, block, alpha=self.residual_multiplier)
