@@ -63,7 +63,6 @@ BESIDE_MLA: Mapping[str, object] = {
     "rotary_percent": 1.0,
     "add_bias_linear": False,
     "add_qkv_bias": False,
-    "num_kv_shared_layers": 0,
 }
 """What latent attention computes of these; grouped queries heed them."""
 
@@ -77,14 +76,13 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
     "add_bias_linear": False,
     "activation": "silu",
     "attention_chunk_size": None,
-    "num_kv_shared_layers": 0,
 }
 """What layers with a gated delta net compute of these; those with attention heed them."""
 
 BESIDE_MIXERS: Mapping[str, object] = {
     **BESIDE_EXPERTS,
     **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
-    **dict.fromkeys(("mtp_num_layers", "num_kv_shared_layers"), 0),
+    "mtp_num_layers": 0,
     "parallel_residual": False,
     "post_layernorms": False,
     "layer_scalar": False,
@@ -117,6 +115,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         yield "add_bias_linear", True
     if model.mla and model.global_attention:
         yield "global_attention", model.global_attention
+    if model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba):
+        yield "num_kv_shared_layers", model.num_kv_shared_layers
     if model.per_layer_embed_dim and model.xielu:
         yield "per_layer_embed_dim", model.per_layer_embed_dim
     if model.xielu and (model.moe or model.gated_linear_unit):
