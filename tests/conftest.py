@@ -53,15 +53,15 @@ def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Steps in which the first layer gives out infinities."""
+    """Steps in which the first MLP gives out infinities."""
     from precisionctl.trainer import resume as trainer
 
     steps: set[int] = set()
     before = trainer.train
 
     def train(run: Any, *how: Any) -> Any:
-        layer = run.model.get_submodule("decoder.layers.0")
-        layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
+        mlp = run.model.get_submodule("decoder.layers.0.mlp")
+        mlp.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
         return before(run, *how)
 
     monkeypatch.setattr(trainer, "train", train)

@@ -51,8 +51,8 @@ def at_step(step: int, what: Callable[[], object], rank: int, mine: int, broken:
 
         run.optimizer.clip = clipped  # type: ignore[method-assign]
         if rank == mine and broken >= 0:
-            layer = run.model.get_submodule("decoder.layers.0")
-            layer.register_forward_hook(lambda _, __, out: out * math.inf if breaks(run) else out)
+            mlp = run.model.get_submodule("decoder.layers.0.mlp")
+            mlp.register_forward_hook(lambda _, __, out: out * math.inf if breaks(run) else out)
         return before(run, *how)
 
     trainer.train = train  # type: ignore[assignment]
