@@ -196,5 +196,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
     words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
-    words += ("embed_vision", "audio_tower", "embed_audio")
+    words += ("embed_vision", "audio_tower", "embed_audio", "vision_embedder")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}
