@@ -494,7 +494,12 @@ BESIDE_MIXERS_OTHERWISE = {
 
 
 def _other_than(value: object) -> object:
-    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 3
+    if isinstance(value, bool):
+        return not value
+    return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
+
+
+LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 
 
 @pytest.mark.parametrize(
@@ -503,7 +508,7 @@ def _other_than(value: object) -> object:
         (DENSE, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
-        *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
+        *((LATENT_WITHOUT_WINDOW, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
@@ -516,20 +521,9 @@ def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change:
         GPT(with_fields(model, change), BF16)
 
 
-@pytest.mark.parametrize(
-    ("model", "change"),
-    [
-        (dataclasses.replace(LATENT, window_layers=None), {"num_kv_shared_layers": 1}),
-        (DELTA, {"num_kv_shared_layers": 1}),
-        (dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False), {"per_layer_embed_dim": 8}),
-    ],
-    ids=["latents", "delta nets", "xIELU"],
-)
-def test_what_only_grouped_queries_share_and_a_gate_without_parameters(
-    model: ModelShape, change: dict[str, Any]
-) -> None:
-    with pytest.raises(UnknownArchitecture, match=f"is not computed here with {next(iter(change))}="):
-        GPT(with_fields(model, change), BF16)
+def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here with per_layer_embed_dim="):
+        GPT(dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False, per_layer_embed_dim=8), BF16)
 
 
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:
