@@ -56,8 +56,9 @@ class ModelShape:
     its own, which is not trained. With a `per_layer_embed_dim` a token has an embedding of so many channels in each
     layer, too, added to as many made of its embedding: after its MLP a layer adds what a gate of its hidden states, by
     the activation, lets through of these. With `parallel_residual` both read the same hidden states, and with
-    `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
-    added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
+    `shared_layernorm` through one norm. Embeddings are multiplied by `embedding_multiplier`, with
+    `rounded_embedding_multiplier` (Gemma) by what it is in their dtype. `glu_offset` is added to a gated MLP's linear
+    half, both halves clamped to `activation_clamp` before (the gate from above alone).
 
     Layers of multi-token prediction are made as the decoder's last one is, but with attention, and where they are
     `mtp_dense` without experts. With a `wrapper` this is the text model in it.
@@ -111,6 +112,7 @@ class ModelShape:
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False
     embedding_multiplier: float = 1.0
+    rounded_embedding_multiplier: bool = False
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     pre_layernorms: bool = True
@@ -427,6 +429,8 @@ class ModelShape:
             used |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
         elif all(windows):
             used["window_layers"] = None
+        if self.embedding_multiplier == 1:
+            del used["rounded_embedding_multiplier"]  # of a model that multiplies by one, nothing is known of it
         if not (self.pre_layernorms and self.parallel_residual):
             used["shared_layernorm"] = None
         if not self.num_kv_shared_layers or (self.moe and all(self.moe.layer_freq)):

@@ -373,6 +373,10 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
     }.items()
 ]
 """What makes another model of texts that are longer than those that GPT takes."""
+ROUNDED: list[tuple[ModelShape, dict[str, Any]]] = [
+    (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True})
+]
+"""What makes another model in BF16 alone."""
 ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
@@ -387,6 +391,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"qk_layernorm_after_rope": True}),
     (DENSE, {"query_scaling_floor": 2}),
     (DENSE, {"use_double_wide_mlp": True}),
+    (DENSE, {"rounded_embedding_multiplier": True}),
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
@@ -417,9 +422,9 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
 """Models, and what none of their layers uses."""
 
 
-def logits(model: ModelShape) -> torch.Tensor:
+def logits(model: ModelShape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of parameters that have the same values wherever they have the same name and shape."""
-    gpt = GPT(model, BF16, dtype=torch.float32)
+    gpt = GPT(model, BF16, dtype=dtype)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(parameter.shape)}".encode()))
@@ -464,8 +469,18 @@ def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_r
         check_length(load_recipe("bf16", ["data.sequence_length=14"]), other)
 
 
+@pytest.mark.parametrize(("model", "change"), ROUNDED, ids=lambda value: ",".join(value) if type(value) is dict else "")
+def test_what_is_rounded_to_the_dtype_is_a_difference_that_fp32_does_not_show(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    other = with_fields(model, change)
+    assert change.keys() == model.differences(other).keys()
+    assert torch.equal(logits(other), logits(model))
+    assert not torch.equal(logits(other, torch.bfloat16), logits(model, torch.bfloat16))
+
+
 def test_every_field_of_a_model_is_one_of_those_above() -> None:
-    changed = {name for _, change in (*CHANGES, *INDEXERS) for name in change}
+    changed = {name for _, change in (*CHANGES, *INDEXERS, *ROUNDED) for name in change}
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
