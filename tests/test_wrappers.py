@@ -27,9 +27,9 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.engine_rules import check
 
 
