@@ -222,7 +222,7 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def latent_size(self) -> int:
+    def kv_down_size(self) -> int:
         """Rows of MLA's joint down-projection of keys, values and the one positional key."""
         return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim if self.mla else 0
 
