@@ -1,11 +1,11 @@
-"""ModelShape: the sizes and switches of a model, under Megatron's names; and whether two describe the same model."""
+"""ModelShape: the sizes and switches of a model, under Megatron's names."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_parts import (
     DSA,
     LARGEST,
@@ -56,8 +56,9 @@ class ModelShape:
     its own, which is not trained. With a `per_layer_embed_dim` a token has an embedding of so many channels in each
     layer, too, added to as many made of its embedding: after its MLP a layer adds what a gate of its hidden states, by
     the activation, lets through of these. With `parallel_residual` both read the same hidden states, and with
-    `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
-    added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
+    `shared_layernorm` through one norm. Embeddings are multiplied by `embedding_multiplier`, with
+    `rounded_embedding_multiplier` (Gemma) by what it is in their dtype. `glu_offset` is added to a gated MLP's linear
+    half, both halves clamped to `activation_clamp` before (the gate from above alone).
 
     Layers of multi-token prediction are made as the decoder's last one is, but with attention, and where they are
     `mtp_dense` without experts. With a `wrapper` this is the text model in it.
@@ -111,6 +112,7 @@ class ModelShape:
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False
     embedding_multiplier: float = 1.0
+    rounded_embedding_multiplier: bool = False
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     pre_layernorms: bool = True
@@ -220,7 +222,7 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def latent_size(self) -> int:
+    def kv_down_size(self) -> int:
         """Rows of MLA's joint down-projection of keys, values and the one positional key."""
         return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim if self.mla else 0
 
@@ -394,64 +396,6 @@ class ModelShape:
     def has_dense_mlp(self, layer: int) -> bool:
         return self.mamba.pattern[layer] == "-" if self.mamba else not self.has_experts(layer)
 
-    def differences(self, other: "ModelShape") -> dict[str, tuple[object, object]]:
-        """Why the two are not the same model: each field by which they make another function of the same tensors, with
-        this model's value and the other's. Fields of experts and latent attention have a dot in their names.
-
-        What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees.
-        """
-        mine, others = self.used(), other.used()
-        return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
-
-    def used(self) -> dict[str, object]:
-        """The fields that say what is computed, of experts and latent attention too; None where no layer uses one."""
-        used = {name: value for name, value in vars(self).items() if name not in (*STORED, *TENSORS)}
-        moe = self.moe.used() if self.moe else {}
-        gdn = self.gdn.used() if self.gdn else {}
-        used |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(self.rope_scaling)}
-        used |= {"gdn": "some" if gdn else None, **gdn}
-        if not any(map(self.has_dense_mlp, range(self.num_layers))):
-            used["ffn_hidden_size"] = None
-        if self.mla:
-            used |= {"mla": "some", "num_query_groups": None, "kv_channels": None}
-            used |= {f"mla.{name}": value for name, value in vars(self.mla).items()}
-        elif self.query_pre_attn_scalar == self.kv_channels and not self.global_attention:
-            used["query_pre_attn_scalar"] = None
-        windows = tuple(map(self.in_window, range(self.num_layers)))
-        own = vars(self.global_attention) if self.global_attention and not all(windows) else {}
-        used |= {"global_attention": "some" if own else None}
-        used |= {f"global_attention.{name}": value for name, value in own.items()}
-        if own and not any(windows):
-            used |= dict.fromkeys(own)
-        if not any(windows):
-            used |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
-        elif all(windows):
-            used["window_layers"] = None
-        if not (self.pre_layernorms and self.parallel_residual):
-            used["shared_layernorm"] = None
-        if not self.num_kv_shared_layers or (self.moe and all(self.moe.layer_freq)):
-            used["use_double_wide_mlp"] = None
-        if self.query_scaling_beta is None:
-            used["query_scaling_floor"] = None
-        if not self.qk_layernorm:
-            used |= dict.fromkeys(("qk_layernorm_over_heads", "qk_layernorm_after_rope"))
-        if self.dsa:
-            used["dsa"] = "some"
-            used |= {f"dsa.{name}": value for name, value in vars(self.dsa).items()}
-        if self.mamba:
-            used["mamba"] = "some"
-            used |= {f"mamba.{name}": value for name, value in vars(self.mamba).items()}
-        if all(self.rope_layers or ()):
-            used["rope_layers"] = None
-        if not self.gated_linear_unit:
-            used |= dict.fromkeys(("activation_clamp", "glu_offset"))
-        if self.learned_positions:
-            rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
-            used |= dict.fromkeys((*rotary, "rope_layers"))
-        elif (self.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
-            used["max_position_embeddings"] = None
-        return used
-
     def described(self) -> dict[str, Any]:
         """Every field, as JSON can have it."""
         return dataclasses.asdict(self)
@@ -464,54 +408,6 @@ class ModelShape:
         """
         multiple = self.make_vocab_size_divisible_by * tensor_parallel
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
-
-
-class UntabledModel(ModelShape):
-    """A model that no table here describes: of what it computes, nothing is known but its `architecture` and its
-    config.json. Asked for any other field of a ModelShape it raises `why`, the UnknownArchitecture that says so, with
-    how to get a table: so what needs one is refused by name, wherever it begins."""
-
-    def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
-        vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _UNKNOWN:
-            raise self.why
-        return super().__getattribute__(name)
-
-    def described(self) -> dict[str, Any]:
-        return {"architecture": self.architecture}
-
-    def differences(self, other: ModelShape) -> dict[str, tuple[object, object]]:
-        """None: the two config.json are compared key by key."""
-        return {}
-
-
-_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture", "wrapper"}
-
-STORED = (
-    *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
-    *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
-)
-"""Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
-
-TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense", "unused_kv")
-"""Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
-and the other not, change no function, and no logits come from prediction layers."""
-
-
-def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Rotary scaling without what is said and changes nothing."""
-    used = {name: value for name, value in (scaling or {}).items() if value is not None}
-    kind = used.get("rope_type", "default")
-    plain = used.get("factor") == 1 and "attention_factor" not in used and kind in ("linear", "llama3", "yarn")
-    if kind == "default" or plain:
-        return None
-    if kind == "yarn":
-        used = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | used
-        if not used.get("mscale_all_dim"):  # transformers heeds `mscale` beside it alone
-            used = {name: value for name, value in used.items() if not name.startswith("mscale")}
-    return used
 
 
 _SIZES = (

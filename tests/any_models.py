@@ -30,7 +30,7 @@ from precisionctl.commands.codes import engine_named
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_shape import UntabledModel
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

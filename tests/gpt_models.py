@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
@@ -70,6 +71,17 @@ def as_gpt(made: InMemory) -> GPT:
     model = GPT(made.model, PRESETS["bf16"], dtype=torch.float32)
     model.load_state_dict(dict(made.tensors))
     return model
+
+
+def assert_text_is_computed(theirs: PreTrainedModel, directory: Path) -> None:
+    """The text model of a wrapper that is stored there has the logits of transformers."""
+    made = to_megatron(open_checkpoint(directory))
+    made.tensors = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
+    tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
 def everywhere(tokens: Tensor) -> Tensor:

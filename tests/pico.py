@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
-from precisionctl.model_shape import TENSORS, ModelShape
+from precisionctl.model_shape import ModelShape
+from precisionctl.same_model import TENSORS, used
 
 if (
     "mistral4" in CONFIG_MAPPING
@@ -541,10 +542,10 @@ def rows(family: str) -> set[Any]:
 
 def switches(family: str) -> set[Any]:
     """What a family's model computes otherwise than a plain Llama: fields of ModelShape, and of a choice the value."""
-    used, plain = shape(family).used(), ModelShape("", *[1] * 9).used()
+    own, plain = used(shape(family)), used(ModelShape("", *[1] * 9))
     return {
         (name, value["rope_type"] if isinstance(value, dict) else value if isinstance(value, str | bool) else True)
-        for name, value in used.items()
+        for name, value in own.items()
         if value is not None and value != plain.get(name) and name not in _SIZES
     } | {(name, getattr(shape(family), name)) for name in TENSORS}
 

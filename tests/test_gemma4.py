@@ -13,8 +13,7 @@ import tiny_wrappers
 import torch
 from any_models import export, load_whole
 from conversions import run
-from gpt_models import VOCABULARY, as_gpt, backward, converted, transformers_model
-from in_memory import to_megatron
+from gpt_models import VOCABULARY, as_gpt, assert_text_is_computed, backward, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from trained_models import trained
 from trainer_directories import hf_trainer, pytorch
@@ -27,12 +26,12 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, ShapeMismatch, UnknownArchitecture
 from precisionctl.evaluate.stored import load
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.measure.flops import weights_used
 from precisionctl.trainer.measure.memory import Parameters
 from precisionctl.trainer.parallel.shards import check as check_ranks
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
@@ -430,12 +429,7 @@ def test_the_wrapper_s_text_with_experts_is_computed_and_comes_back_with_its_tow
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert len(tiny_wrappers.towers(before)) > 10
     assert any(name.endswith("language_model.layers.0.experts.gate_up_proj") for name in before)
-    made = to_megatron(open_checkpoint(tmp_path / "hf"))
-    made.tensors = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
-    tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+    assert_text_is_computed(theirs, tmp_path / "hf")
 
 
 def test_the_wrapper_s_experts_are_exported_one_by_one(tmp_path: Path) -> None:

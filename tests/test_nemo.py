@@ -28,6 +28,7 @@ from precisionctl.errors import (
     UnknownFormat,
 )
 from precisionctl.reports import inspect
+from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -92,7 +93,7 @@ def test_an_archive_becomes_the_model_that_it_was_made_of(tmp_path: Path, family
 def test_without_a_reference_the_config_comes_from_model_config_yaml(tmp_path: Path) -> None:
     path = nemo_files.pack(unpacked(tmp_path, "qwen2", in_torch_dist), tmp_path / "model.nemo")
     reader, theirs = open_checkpoint(path), open_checkpoint(tmp_path / "hf")
-    assert not theirs.model.differences(reader.model)
+    assert not differences(theirs.model, reader.model)
     described = inspect.describe(reader)
     assert described["container"] == "nemo" and described["architecture"] == "qwen2"
 

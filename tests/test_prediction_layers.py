@@ -159,5 +159,5 @@ def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
     assert model.mtp_dense and from_hf_config(to_hf_config(model, "bfloat16")) == model
     assert not from_hf_config(config | {"mtp_mlp_layer_types": ["sparse"]}).mtp_dense
     for key, value in {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 2, "mtp_mlp_layer_types": [1]}.items():
-        with pytest.raises(UnknownArchitecture):
+        with pytest.raises(UnknownArchitecture, match=f"{key}="):
             from_hf_config(config | {key: value})

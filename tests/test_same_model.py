@@ -28,10 +28,11 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
 from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
-from precisionctl.model_shape import STORED, TENSORS, ModelShape
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
+from precisionctl.same_model import STORED, TENSORS, differences
 from precisionctl.trainer.model.computes import (
     BESIDE_DELTA_NETS,
     BESIDE_EXPERTS,
@@ -180,7 +181,7 @@ def read_beside_config(family: str, args: Mapping[str, Any]) -> ModelShape:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_is_read_beside_the_arguments_that_are_written_for_it(family: str) -> None:
     model = shape_of(family)
-    assert not read_beside_config(family, to_megatron_args(model.padded(1))).differences(model)
+    assert not differences(read_beside_config(family, to_megatron_args(model.padded(1))), model)
 
 
 def test_no_argument_is_passed_over() -> None:
@@ -199,7 +200,7 @@ def test_no_argument_is_passed_over() -> None:
                 refused.add(name)
             else:
                 told = read_megatron_args(args | {name: value}, 256, "")
-                assert not all(map(told.differences, same)), (family, name, value)
+                assert not all(differences(told, each) for each in same), (family, name, value)
     assert refused == READ.keys()
 
 
@@ -373,6 +374,10 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
     }.items()
 ]
 """What makes another model of texts that are longer than those that GPT takes."""
+ROUNDED: list[tuple[ModelShape, dict[str, Any]]] = [
+    (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True})
+]
+"""What makes another model in BF16 alone."""
 ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
@@ -387,6 +392,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"qk_layernorm_after_rope": True}),
     (DENSE, {"query_scaling_floor": 2}),
     (DENSE, {"use_double_wide_mlp": True}),
+    (DENSE, {"rounded_embedding_multiplier": True}),
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (LEARNED, {"rope_layers": (True, False)}),
     (NO_SHARED, {"moe.shared_expert_gate": True}),
@@ -417,9 +423,9 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
 """Models, and what none of their layers uses."""
 
 
-def logits(model: ModelShape) -> torch.Tensor:
+def logits(model: ModelShape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of parameters that have the same values wherever they have the same name and shape."""
-    gpt = GPT(model, BF16, dtype=torch.float32)
+    gpt = GPT(model, BF16, dtype=dtype)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(parameter.shape)}".encode()))
@@ -432,8 +438,8 @@ def test_a_field_that_changes_the_logits_is_a_difference_and_one_that_gpt_does_n
     model: ModelShape, change: dict[str, Any]
 ) -> None:
     other = with_fields(model, change)
-    assert change.keys() <= model.differences(other).keys()
-    assert model.differences(other) == {n: (a, b) for n, (b, a) in other.differences(model).items()}
+    assert change.keys() <= differences(model, other).keys()
+    assert differences(model, other) == {n: (a, b) for n, (b, a) in differences(other, model).items()}
     try:
         found = logits(other)
     except UnknownArchitecture as error:
@@ -445,7 +451,7 @@ def test_a_field_that_changes_the_logits_is_a_difference_and_one_that_gpt_does_n
 @pytest.mark.parametrize(("model", "change"), UNUSED, ids=lambda value: ",".join(value) if type(value) is dict else "")
 def test_what_no_layer_uses_changes_no_logits_and_is_no_difference(model: ModelShape, change: dict[str, Any]) -> None:
     other = with_fields(model, change)
-    assert other != model and not model.differences(other) and not other.differences(model)
+    assert other != model and not differences(model, other) and not differences(other, model)
     torch.testing.assert_close(logits(other), logits(model), rtol=0, atol=1e-6)
 
 
@@ -456,7 +462,7 @@ def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_r
     model: ModelShape, change: dict[str, Any]
 ) -> None:
     other = with_fields(model, change)
-    assert change.keys() == model.differences(other).keys()
+    assert change.keys() == differences(model, other).keys()
     assert torch.equal(logits(other), logits(model))
     with pytest.raises(RecipeError, match="a text of 14 tokens, of which sparse attention would choose"):
         GPT(other, BF16)(torch.arange(14)[None])
@@ -464,8 +470,18 @@ def test_an_indexer_is_part_of_a_model_and_texts_that_it_would_choose_from_are_r
         check_length(load_recipe("bf16", ["data.sequence_length=14"]), other)
 
 
+@pytest.mark.parametrize(("model", "change"), ROUNDED, ids=lambda value: ",".join(value) if type(value) is dict else "")
+def test_what_is_rounded_to_the_dtype_is_a_difference_that_fp32_does_not_show(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    other = with_fields(model, change)
+    assert change.keys() == differences(model, other).keys()
+    assert torch.equal(logits(other), logits(model))
+    assert not torch.equal(logits(other, torch.bfloat16), logits(model, torch.bfloat16))
+
+
 def test_every_field_of_a_model_is_one_of_those_above() -> None:
-    changed = {name for _, change in (*CHANGES, *INDEXERS) for name in change}
+    changed = {name for _, change in (*CHANGES, *INDEXERS, *ROUNDED) for name in change}
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
@@ -494,7 +510,12 @@ BESIDE_MIXERS_OTHERWISE = {
 
 
 def _other_than(value: object) -> object:
-    return not value if isinstance(value, bool) else "gelu" if isinstance(value, str) else 3
+    if isinstance(value, bool):
+        return not value
+    return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
+
+
+LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 
 
 @pytest.mark.parametrize(
@@ -503,7 +524,7 @@ def _other_than(value: object) -> object:
         (DENSE, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
-        *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
+        *((LATENT_WITHOUT_WINDOW, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
@@ -516,20 +537,9 @@ def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change:
         GPT(with_fields(model, change), BF16)
 
 
-@pytest.mark.parametrize(
-    ("model", "change"),
-    [
-        (dataclasses.replace(LATENT, window_layers=None), {"num_kv_shared_layers": 1}),
-        (DELTA, {"num_kv_shared_layers": 1}),
-        (dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False), {"per_layer_embed_dim": 8}),
-    ],
-    ids=["latents", "delta nets", "xIELU"],
-)
-def test_what_only_grouped_queries_share_and_a_gate_without_parameters(
-    model: ModelShape, change: dict[str, Any]
-) -> None:
-    with pytest.raises(UnknownArchitecture, match=f"is not computed here with {next(iter(change))}="):
-        GPT(with_fields(model, change), BF16)
+def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here with per_layer_embed_dim="):
+        GPT(dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False, per_layer_embed_dim=8), BF16)
 
 
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:
@@ -584,7 +594,7 @@ def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path,
     execute(there)
     back = plan_command(Request(tmp_path / "megatron", tmp_path / "back", "hf"))
     assert any("do not say all of this model" in note and words in note for note in back.notes)
-    assert back.reader.model.differences(from_hf_config(theirs.config.to_dict())) == {}
+    assert differences(back.reader.model, from_hf_config(theirs.config.to_dict())) == {}
     with pytest.raises(UnknownArchitecture) as refused:
         launch(tmp_path / "megatron", "megatron-lm")
     if "--framework megatron-bridge" in str(refused.value):
@@ -640,9 +650,9 @@ def test_a_dense_size_that_no_layer_uses_does_not_hide_the_family(family: str) -
     model = shape_of(family).padded(1)
     args = to_megatron_args(model) | {"ffn_hidden_size": 7 * model.hidden_size}
     found = from_megatron_args(args, 256, "args")
-    assert found.architecture == model.architecture and not found.differences(model)
+    assert found.architecture == model.architecture and not differences(found, model)
     assert to_hf_config(found, "bfloat16")["intermediate_size"] == model.moe.ffn_hidden_size  # type: ignore[union-attr]
-    assert not read_beside_config(family, args).differences(model)
+    assert not differences(read_beside_config(family, args), model)
 
 
 def test_latent_attention_has_no_heads_of_its_own_size() -> None:
@@ -669,7 +679,7 @@ def test_gemma_2_of_megatron_bridge_is_read_as_it_is_described_there() -> None:
         "bias_activation_fusion": False,
     }
     del fields["window_attn_skip_freq"]
-    assert not read_beside_config("gemma2", from_provider(fields)).differences(shape_of("gemma2"))
+    assert not differences(read_beside_config("gemma2", from_provider(fields)), shape_of("gemma2"))
 
 
 @pytest.mark.parametrize(
@@ -701,4 +711,4 @@ def test_nemo_2s_own_words_for_a_model_contradict_no_config(
     read = model_of(
         tmp_path, described_args(tmp_path / "weights"), beside, {"embedding.word_embeddings.weight": embedding}
     )
-    assert not read.differences(shape)
+    assert not differences(read, shape)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
+from precisionctl.same_model import differences
 from precisionctl.verify import not_compared
 from precisionctl.verify.compare import compare
 from precisionctl.verify.configs import compare_quantization
@@ -103,7 +104,7 @@ def test_another_name_for_the_same_function_is_no_difference_and_one_config_alon
     path.write_text(json.dumps(config | {"architectures": ["MistralForCausalLM"]}))
     one, other = (HuggingFaceReader(tmp_path / name) for name in ("llama", "mistral"))
     assert not any("model_type" in line for line in compare(one, other).settings)
-    assert one.model.differences(other.model) == {}
+    assert differences(one.model, other.model) == {}
     tensors = {name: read_tensor(one, name) for name in one.specs}
     bare = in_memory.InMemory(one.model, "hf", tensors)
     for a, b, said in ((one, bare, ["only A has one"]), (bare, one, ["only B has one"]), (bare, bare, [])):

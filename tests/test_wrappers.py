@@ -12,12 +12,11 @@ import tiny_wrappers
 import torch
 from any_models import assert_as_tabled, export, load_whole, logits
 from conversions import run, tree
-from gpt_models import as_gpt
-from in_memory import to_megatron
+from gpt_models import assert_text_is_computed
 from safetensors.torch import load_file, save_file
 from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import from_hf_config, read_model
 from precisionctl.architectures.wrappers import TEXT_MODELS
@@ -27,9 +26,9 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.engine_rules import check
 
 
@@ -45,18 +44,7 @@ def these_and_in_soak_others(*kinds: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tmp_path: Path) -> None:
-    computes_the_same_of_text(tiny_wrappers.save(tmp_path, kind), tmp_path)
-
-
-def computes_the_same_of_text(theirs: PreTrainedModel, directory: Path) -> None:
-    made = to_megatron(open_checkpoint(directory))
-    text = {name: tensor for name, tensor in made.tensors.items() if not name.startswith("towers.")}
-    made.tensors = text
-    tokens = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+    assert_text_is_computed(tiny_wrappers.save(tmp_path, kind), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +61,7 @@ def test_what_the_wrapper_does_not_heed_of_the_text_models_config_is_not_compute
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"] |= text
     (tmp_path / "config.json").write_text(json.dumps(config))
-    computes_the_same_of_text(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
+    assert_text_is_computed(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
 
 
 @pytest.mark.parametrize("place", ["wrapper", "text"])
@@ -92,7 +80,7 @@ def test_a_wrapper_comes_back_from_megatron_to_the_last_bit(kind: str, tmp_path:
 
 def test_so_does_mistral_4_in_the_wrapper_that_it_is_published_in(tmp_path: Path) -> None:
     theirs = tiny_wrappers.save(tmp_path / "alone", "mistral3", **MISTRAL_4)
-    computes_the_same_of_text(theirs, tmp_path / "alone")
+    assert_text_is_computed(theirs, tmp_path / "alone")
     check_there_and_back("mistral3", tmp_path, **MISTRAL_4)
 
 

@@ -47,7 +47,7 @@ ATTENTION = (
     Row(
         "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
         "decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight",
-        ("latent_size", "hidden_size"),
+        ("kv_down_size", "hidden_size"),
         gemm=True,
     ),
     Row(

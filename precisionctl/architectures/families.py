@@ -23,7 +23,9 @@ from precisionctl.architectures.wrappers import (
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
 from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
-from precisionctl.model_shape import TENSORS, ModelShape, UntabledModel
+from precisionctl.model_shape import ModelShape
+from precisionctl.same_model import TENSORS, differences
+from precisionctl.untabled_model import UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -193,4 +195,4 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ in it
         mine = dataclasses.replace(model, moe=dataclasses.replace(model.moe, group_scores=told.moe.group_scores))
     same_tensors = all(getattr(told, field) == getattr(mine, field) for field in TENSORS)
-    return told if same_tensors and not told.differences(mine) else None
+    return told if same_tensors and not differences(told, mine) else None

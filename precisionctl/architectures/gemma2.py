@@ -28,7 +28,11 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
 SCALED_EMBEDDING = Rule(
-    (), lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}
+    (),
+    lambda config, where: {
+        "embedding_multiplier": math.sqrt(size(config, "hidden_size", where)),
+        "rounded_embedding_multiplier": True,
+    },
 )
 
 OF_ALL_GEMMAS: tuple[Entry, ...] = (

@@ -11,6 +11,7 @@ from typing import Any
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, MoE, check_size, real
 from precisionctl.model_shape import ModelShape
+from precisionctl.same_model import differences
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -268,7 +269,7 @@ def as_in_megatron(model: ModelShape) -> ModelShape:
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
     """Does Megatron-Core's GPTModel compute this model? Each field of which it makes another one, with the model's
     value and Megatron's; empty where it computes it."""
-    return model.differences(as_in_megatron(model))
+    return differences(model, as_in_megatron(model))
 
 
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:

@@ -32,7 +32,12 @@ _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+_PREDICTION: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), (None, 0, 1)),
+    "mtp_layer_types": (None, [], ["sliding_attention"]),
+    "mtp_mlp_layer_types": (None, [], ["sparse"], ["dense"]),
+}
+"""What may be said of the prediction layer."""
 
 
 def _nowhere(config: Config, layers: int) -> list[bool]:
@@ -40,16 +45,13 @@ def _nowhere(config: Config, layers: int) -> list[bool]:
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    number = next((config[key] for key in _PREDICTION[:2] if config.get(key) is not None), 0)
-    attention, mlp = (config.get(key) for key in _PREDICTION[2:])
-    if number not in (0, 1) or attention not in (None, [], ["sliding_attention"]):
-        what = f"num_nextn_predict_layers={shown(number)} and mtp_layer_types={shown(attention)}"
-        raise UnknownArchitecture(what, where=where, do="Known is one prediction layer, with a window.")
-    if mlp not in (None, [], ["sparse"], ["dense"]):
-        raise UnknownArchitecture(
-            f"mtp_mlp_layer_types={shown(mlp)}", where=where, do="Known are `sparse` and `dense`."
-        )
-    return {"mtp_num_layers": int(number), "mtp_dense": bool(number) and mlp == ["dense"]}
+    for key, known in _PREDICTION.items():
+        if config.get(key) not in known:
+            do = "Known is one prediction layer, with a window, whose MLP is `sparse` or `dense`."
+            raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where, do=do)
+    counts = (config.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
+    number = next((count for count in counts if count is not None), 0)
+    return {"mtp_num_layers": int(number), "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
 
 
 def _write_prediction(model: ModelShape) -> Config:
@@ -74,7 +76,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(500000.0, 10000.0, absent=_ROPE),
         sliding_window(_nowhere, absent=1024),
-        Rule(_PREDICTION, _read_prediction, _write_prediction),
+        Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
         tied(False),
     ),
     aliases=(TIED,),

@@ -107,8 +107,8 @@ class Row:
 
     @property
     def unused(self) -> bool:
-        """Whether no program computes with this parameter."""
-        return ".self_attention.unused_" in self.megatron and "{layer}" in self.megatron
+        """Whether no program computes with this parameter: it is there where `unused_kv` of ModelShape says so."""
+        return self.present == when("unused_kv")
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""

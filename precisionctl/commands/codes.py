@@ -33,9 +33,10 @@ from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
-from precisionctl.model_shape import ModelShape, UntabledModel
+from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
+from precisionctl.untabled_model import UntabledModel
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
 """The scheme in which an engine computes most like a recipe's scaling."""

@@ -26,10 +26,11 @@ from precisionctl.export.weight_encodings import check_model, method_of, weight_
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
+from precisionctl.same_model import differences
+from precisionctl.untabled_model import UntabledModel
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
         differing = ["config.json"]  # no table says which of its keys change nothing
     else:
-        differing = [*model.differences(other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        differing = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
         raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")

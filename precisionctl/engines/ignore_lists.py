@@ -20,14 +20,14 @@ from precisionctl.errors import PrecisionError, shown
 class Matching:
     """How an engine tells which modules the entries of a list mean, by their full names.
 
-    Lists may name each of a hundred thousand experts. So plain entries are not tried one by one: `named(entries,
-    module)` says whether one of all of them means the module. Entries that `are_patterns` finds something in are tried,
-    by `matches(entry, module)`.
+    Lists may name each of a hundred thousand experts. So plain entries are looked up, and not tried one by one:
+    `named(entries, module)` says whether any of them means the module. An entry in which `are_patterns` finds something
+    is a pattern, and is tried by `matches(entry, module)`. Without `are_patterns` all entries are plain.
     """
 
     named: Callable[[Set[str], str], bool]
-    are_patterns: re.Pattern[str]
-    matches: Callable[[str, str], bool]
+    are_patterns: re.Pattern[str] = re.compile(r"(?!)")
+    matches: Callable[[str, str], bool] = lambda entry, module: False
 
     def of(self, entries: Iterable[str]) -> Callable[[str], bool]:
         """Whether one of these entries means a module. Raises PrecisionError, once it is asked, for a pattern that is
@@ -84,7 +84,7 @@ def _is_below_one(entries: Set[str], module: str) -> bool:
 
 
 def _starts_or_ends_so(entries: Set[str], module: str) -> bool:
-    """Whether the module ends in an entry, or begins with one up to a dot, or is in one."""
+    """Whether the name ends in an entry, or begins with one that ends before a dot, behind a dot or with the name."""
     places = range(len(module) + 1)
     starts = (module[:at] for at in places if module[at : at + 1] in ("", ".") or module[at - 1 : at] == ".")
     return any(start in entries for start in starts) or any(module[at:] in entries for at in places)
@@ -92,19 +92,20 @@ def _starts_or_ends_so(entries: Set[str], module: str) -> bool:
 
 def _has_part(entries: Set[str], module: str) -> bool:
     """Whether an entry is a part of the name."""
-    if len(entries) < len(module) ** 2:
+    if len(entries) < len(module) ** 2:  # about as many parts as a name has
         return any(entry in module for entry in entries)
     places = range(len(module) + 1)
     return any(module[at:end] in entries for at in places for end in places[at:])
 
 
-_NONE, _REGEX, _GLOB = re.compile(r"(?!)"), re.compile(r"^re:"), re.compile(r"[*?\[]")
+_REGEX, _GLOB = re.compile(r"^re:"), re.compile(r"[*?\[]")
 _NO_NAME = re.compile(r"[^\w.-]|^\.|\.$")
+"""In an entry that is not the name of a module, whole or in part."""
 
-BY_NAME = Matching(_is_named, _NONE, lambda entry, module: False)
+BY_NAME = Matching(_is_named)
 """vLLM 0.33 quant_utils.py is_layer_skipped, of `quant_method: fp8`."""
 
-BY_PATH = Matching(_is_below_one, _NONE, lambda entry, module: False)
+BY_PATH = Matching(_is_below_one)
 """SGLang 0.5.23 fp8.py Fp8Config.from_config, utils.py is_layer_skipped."""
 
 BY_NAME_OR_REGEX = Matching(_is_named, _REGEX, lambda entry, module: _matches(entry[3:], module))

@@ -16,13 +16,13 @@ from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
+from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,10 +6,10 @@ from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CODES, FOUR_BITS, Scheme, sized
+from precisionctl.untabled_model import UntabledModel
 
 
 def best_scheme(

@@ -12,6 +12,7 @@ from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.same_model import differences
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 
 Option = tuple[str, ...]
@@ -119,7 +120,7 @@ def _model_options(model: ModelShape) -> list[Option]:
         raise UnknownArchitecture(
             f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
         ) from error
-    if missing := model.differences(understood):
+    if missing := differences(model, understood):
         left_to_provider(model)
         raise UnknownArchitecture(
             f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(missing)}",

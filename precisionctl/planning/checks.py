@@ -8,8 +8,9 @@ from precisionctl.architectures.param_map import Row
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
 from precisionctl.fp8.encoding import CODES
-from precisionctl.model_shape import ModelShape, UntabledModel
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.untabled_model import UntabledModel
 
 _VALUES = (DType.bfloat16, DType.float16, DType.float32, *CODES)
 """The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""

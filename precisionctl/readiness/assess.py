@@ -9,11 +9,11 @@ from precisionctl.checkpoints.base import Reader, read_rows
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8.statistics import Statistics
-from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.untabled_model import UntabledModel
 
 BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""

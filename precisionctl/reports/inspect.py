@@ -26,11 +26,11 @@ from precisionctl.export.encode import along_with, is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
 from precisionctl.torch_when_used import torch
+from precisionctl.untabled_model import UntabledModel
 
 if TYPE_CHECKING:
     from torch import Tensor

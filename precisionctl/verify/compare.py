@@ -17,6 +17,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.same_model import differences
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
@@ -112,7 +113,7 @@ def compare(
     configs, *scales = (lines for lines, _ in found)
     of_models = [
         f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
-        for field, (mine, others) in a.model.differences(b.model).items()
+        for field, (mine, others) in differences(a.model, b.model).items()
     ]
     if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
         configs = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *configs]

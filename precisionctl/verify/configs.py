@@ -7,6 +7,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
+from precisionctl.same_model import differences
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
 _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
@@ -32,7 +33,7 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
         topic = "spelled otherwise" if _is_read(path, read) else _TOPIC.get(key)
-        if topic == "spelled otherwise" and a.model.differences(b.model):
+        if topic == "spelled otherwise" and differences(a.model, b.model):
             continue  # which are told as such
         if topic:
             left_out.setdefault(topic, []).append(name)

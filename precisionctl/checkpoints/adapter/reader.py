@@ -25,9 +25,10 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape, UntabledModel
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.sizes import counted
+from precisionctl.untabled_model import UntabledModel
 from precisionctl.untrusted.safe_files import has_file
 
 PREFIX = "base_model.model."

@@ -22,6 +22,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.same_model import differences
 from precisionctl.untrusted.safe_files import check_link
 
 
@@ -63,8 +64,10 @@ def model_of(
     by_args = read_megatron_args(args, rows, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
     # config.json was copied when the run began; the run may have changed the model since
-    differing = model.differences(by_args)
-    contradictions = {name: differing[name] for name in as_in_megatron(model).differences(by_args) if name in differing}
+    differing = differences(model, by_args)
+    contradictions = {
+        name: differing[name] for name in differences(as_in_megatron(model), by_args) if name in differing
+    }
     if contradictions:
         values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
         raise DamagedCheckpoint(

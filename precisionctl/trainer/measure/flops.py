@@ -78,7 +78,7 @@ def projections(model: ModelShape, layer: int) -> int:
         return hidden * (model.qkv_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
-    return queries + hidden * model.latent_size + mla.kv_lora_rank * model.key_value_size + out
+    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out
 
 
 def indexer(model: ModelShape) -> int:

@@ -230,7 +230,7 @@ class MLASelfAttention(nn.Module):
             self.linear_q_up_proj = column_linear(
                 backend, f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, fused, "inner column"
             )
-        self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
+        self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.kv_down_size, False)
         self.linear_kv_up_proj: Any = column_linear(
             backend, f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, fused, "inner column"
         )

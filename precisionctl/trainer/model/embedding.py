@@ -23,7 +23,7 @@ class Embedding(nn.Module):
             rows, dtype, device = model.max_position_embeddings, backend.dtype, backend.device
             self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
             nn.init.normal_(self.position_embeddings.weight, std=0.02)
-        self.multiplier = model.embedding_multiplier
+        self.multiplier, self.rounded_multiplier = model.embedding_multiplier, model.rounded_embedding_multiplier
         self.per_layer_embedding: WordEmbeddings | None = None
         if model.per_layer_embed_dim:
             self.per_layer_embedding = WordEmbeddings(model.padded_vocab_size, model.per_layer_embed_size, backend)
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         """`[B, S]`, at positions `[S]` or `[B, S]`, to `[T, E]`."""
         hidden: Tensor = self.word_embeddings(tokens.flatten())
         if self.multiplier != 1:
-            hidden = hidden * hidden.new_full((), self.multiplier)
+            hidden = hidden * (hidden.new_full((), self.multiplier) if self.rounded_multiplier else self.multiplier)
         if self.position_embeddings is not None:
             # the padding that fills a batch up for FP8 GEMMs may lie beyond the last position
             known = position.clamp(max=self.position_embeddings.num_embeddings - 1)

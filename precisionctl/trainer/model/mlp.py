@@ -76,7 +76,7 @@ class MoELayer(nn.Module):
     """Each token goes through the experts that the router chooses for it; no token is dropped.
 
     `shared_experts` is what all tokens go through beside those; with norms of their own, both read what no norm has.
-    Of experts of a latent size all tensor ranks make what these read, of all tokens, and what they give.
+    Around experts of a latent size are two projections, which all tensor ranks have whole and compute of all tokens.
     `router_losses.py` says what keeps the loads even.
     """
 
@@ -91,24 +91,23 @@ class MoELayer(nn.Module):
         self.pre_moe_layernorm, self.post_moe_layernorm = (
             backend.norm(model.hidden_size, norm_of(model)) if moe.own_norms else nn.Identity() for _ in range(2)
         )
-        self.latent = moe.latent_size is not None
+        self.fc1_latent_proj: nn.Module | None = None
         if moe.latent_size is not None:
-            sizes = {"fc1": (model.hidden_size, moe.latent_size), "fc2": (moe.latent_size, model.hidden_size)}
-            self.fc1_latent_proj, self.fc2_latent_proj = (
-                backend.linear(f"{name}.{which}_latent_proj", *each, False) for which, each in sizes.items()
-            )
+            hidden, latent = model.hidden_size, moe.latent_size
+            self.fc1_latent_proj = backend.linear(f"{name}.fc1_latent_proj", hidden, latent, False)
+            self.fc2_latent_proj = backend.linear(f"{name}.fc2_latent_proj", latent, hidden, False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]`, normalised but for norms of its own, to the same."""
         tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens)
-        if self.latent:
+        if self.fc1_latent_proj is None:
+            routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
+            out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
+        else:
             latent = self.ranks.copy(self.fc1_latent_proj(self.ranks.gather(hidden)))
             given = self.ranks.reduce(self.experts(latent, weights, chosen))
-            out: Tensor = self.ranks.scatter(self.fc2_latent_proj(given))
-        else:
-            routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
-            out = self.post_moe_layernorm(self.ranks.leave(routed))
+            out = self.ranks.scatter(self.fc2_latent_proj(given))
         if self.shared_experts is None:
             return out
         out = out + self.shared_experts(hidden)

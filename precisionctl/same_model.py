@@ -1,0 +1,92 @@
+"""Do two ModelShapes describe the same model?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.untabled_model import UntabledModel
+
+STORED = (
+    *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
+)
+"""Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
+
+TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense", "unused_kv")
+"""Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
+and the other not, change no function, and no logits come from prediction layers."""
+
+
+def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object, object]]:
+    """Why the two are not the same model: each field by which they make another function of the same tensors, with the
+    model's value and the other's. Fields of a part, such as experts, have a dot in their names.
+
+    What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees. Of an
+    UntabledModel there is none: its config.json is compared key by key.
+    """
+    if isinstance(model, UntabledModel):
+        return {}
+    mine, others = used(model), used(other)
+    return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
+
+
+def used(model: ModelShape) -> dict[str, object]:
+    """The fields that say what is computed, those of parts too; None where no layer uses one."""
+    found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
+    moe = model.moe.used() if model.moe else {}
+    gdn = model.gdn.used() if model.gdn else {}
+    found |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(model.rope_scaling)}
+    found |= {"gdn": "some" if gdn else None, **gdn}
+    if not any(map(model.has_dense_mlp, range(model.num_layers))):
+        found["ffn_hidden_size"] = None
+    for name in ("mla", "dsa", "mamba"):
+        if part := getattr(model, name):
+            found |= {name: "some", **{f"{name}.{field}": value for field, value in vars(part).items()}}
+    if model.mla:
+        found |= dict.fromkeys(("num_query_groups", "kv_channels"))
+    elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
+        found["query_pre_attn_scalar"] = None
+    windows = tuple(map(model.in_window, range(model.num_layers)))
+    own = vars(model.global_attention) if model.global_attention and not all(windows) else {}
+    found |= {"global_attention": "some" if own else None}
+    found |= {f"global_attention.{name}": value for name, value in own.items()}
+    if own and not any(windows):
+        found |= dict.fromkeys(own)
+    if not any(windows):
+        found |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
+    elif all(windows):
+        found["window_layers"] = None
+    if model.embedding_multiplier == 1:
+        del found["rounded_embedding_multiplier"]  # and not None, so that a model that multiplies does not differ in it
+    if not (model.pre_layernorms and model.parallel_residual):
+        found["shared_layernorm"] = None
+    if not model.num_kv_shared_layers or (model.moe and all(model.moe.layer_freq)):
+        found["use_double_wide_mlp"] = None
+    if model.query_scaling_beta is None:
+        found["query_scaling_floor"] = None
+    if not model.qk_layernorm:
+        found |= dict.fromkeys(("qk_layernorm_over_heads", "qk_layernorm_after_rope"))
+    if all(model.rope_layers or ()):
+        found["rope_layers"] = None
+    if not model.gated_linear_unit:
+        found |= dict.fromkeys(("activation_clamp", "glu_offset"))
+    if model.learned_positions:
+        rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
+        found |= dict.fromkeys((*rotary, "rope_layers"))
+    elif (model.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
+        found["max_position_embeddings"] = None
+    return found
+
+
+def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Rotary scaling without what is said and changes nothing."""
+    used = {name: value for name, value in (scaling or {}).items() if value is not None}
+    kind = used.get("rope_type", "default")
+    plain = used.get("factor") == 1 and "attention_factor" not in used and kind in ("linear", "llama3", "yarn")
+    if kind == "default" or plain:
+        return None
+    if kind == "yarn":
+        used = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | used
+        if not used.get("mscale_all_dim"):  # transformers heeds `mscale` beside it alone
+            used = {name: value for name, value in used.items() if not name.startswith("mscale")}
+    return used

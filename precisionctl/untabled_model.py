@@ -1,0 +1,28 @@
+"""A model without a table, of which next to nothing is known."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+
+
+class UntabledModel(ModelShape):
+    """A model that no table here describes: of what it computes, nothing is known but its `architecture` and its
+    config.json. Asked for any other field of a ModelShape it raises `why`, the UnknownArchitecture that says so, with
+    how to get a table: so what needs one is refused by name, wherever it begins."""
+
+    def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
+        vars(self).update(architecture=architecture, config=config, why=why, wrapper=None)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _UNKNOWN:
+            raise self.why
+        return super().__getattribute__(name)
+
+    def described(self) -> dict[str, Any]:
+        return {"architecture": self.architecture}
+
+
+_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture", "wrapper"}
