@@ -79,5 +79,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )
