@@ -41,6 +41,12 @@ def test_the_page_has_the_table_that_the_code_makes() -> None:
     assert lines[first : first + len(expected) + 1] == [*expected, ""], "\n".join(expected)
 
 
+@pytest.mark.parametrize("family", [*CORE, *CORE_FIRST, *CORE_LATER, *CORE_LOADS])
+def test_a_family_that_megatron_core_loads_has_its_names(family: str) -> None:
+    """`convert` says of others that Megatron-Core does not load them."""
+    assert supported()[pico.shape(family).architecture].names_by == "Megatron-Core"
+
+
 @pytest.mark.parametrize("family", pico.FAMILIES)
 def test_every_family_is_one_that_the_trainer_computes(family: str) -> None:
     check(pico.shape(family))

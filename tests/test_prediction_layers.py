@@ -14,7 +14,12 @@ from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.cli.writing import next_step
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
+from precisionctl.launch.frameworks import launch
 from precisionctl.precision import Precision
 from precisionctl.trainer.measure.memory import Parameters
 from precisionctl.trainer.model.gpt import GPT
@@ -161,3 +166,26 @@ def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
     for key, value in {"mtp_layer_types": ["full_attention"], "num_mtp_layers": 2, "mtp_mlp_layer_types": [1]}.items():
         with pytest.raises(UnknownArchitecture, match=f"{key}="):
             from_hf_config(config | {key: value})
+
+
+def test_a_dense_prediction_layer_beside_experts_is_not_what_megatron_core_builds(tmp_path: Path) -> None:
+    """It builds one like the decoder's last layer: gpt_layer_specs.py, get_gpt_mtp_block_spec_for_backend."""
+    published(tmp_path / "source", "exaone-moe")
+    request = Request(tmp_path / "source", tmp_path / "megatron", "megatron")
+    command = plan_command(request)
+    assert any("mtp_dense True / False" in note for note in command.notes)
+    assert "launch-args" not in next_step(request, command, compared=False)
+    execute(command)
+    with pytest.raises(UnknownArchitecture, match="mtp_dense"):
+        launch(tmp_path / "megatron", "megatron-lm")
+    assert any("mtp_dense" in note for note in launch(tmp_path / "megatron", "megatron-bridge").notes)
+
+
+def test_nothing_is_said_of_a_prediction_layer_that_only_config_json_has(tmp_path: Path) -> None:
+    published(tmp_path / "source", "exaone-moe")
+    pico.save(tmp_path / "bare", "exaone-moe", dtype=torch.bfloat16)
+    (tmp_path / "bare" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
+    request = Request(tmp_path / "bare", tmp_path / "megatron", "megatron")
+    command = plan_command(request)
+    assert command.reader.model.mtp_dense and not any("mtp_dense" in note for note in command.notes)
+    assert "launch-args" in next_step(request, command, compared=False)

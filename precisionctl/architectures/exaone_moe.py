@@ -63,5 +63,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="Megatron-Bridge",
 )

@@ -56,5 +56,4 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, Key("mlp_bias", "mlp_bias", False)),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )

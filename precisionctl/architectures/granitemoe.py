@@ -32,5 +32,4 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, *EXPERT_KEYS),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )

@@ -22,5 +22,4 @@ ARCHITECTURE = Architecture(
     config=(*COMMON, *EXPERT_KEYS, SHARED),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )

@@ -69,5 +69,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )

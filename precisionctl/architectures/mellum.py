@@ -81,5 +81,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="this project",
 )

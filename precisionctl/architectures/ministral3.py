@@ -35,5 +35,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    names_by="Megatron-Bridge",
 )

@@ -228,8 +228,9 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of a
-    family that Megatron-Core builds, or Megatron-Bridge with modules of its own, or that neither has so.
+    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of
+    Megatron-Core, whose modules have all of them, whatever it computes with them; of Megatron-Bridge, with modules of
+    its own; or of this project, as neither has them all.
     """
 
     model_types: Mapping[str, str]

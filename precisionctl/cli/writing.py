@@ -234,7 +234,7 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
     path = shlex.quote(str(command.output.path))
     if isinstance(command.writer, HuggingFaceWriter):
         return f"To the Hub: hf upload ORG/NAME {path}"
-    if request.to == "megatron" and not otherwise_in_megatron(command.reader.model):  # else it would be refused
+    if request.to == "megatron" and not otherwise_in_megatron(command.plan.model):  # else it would be refused
         return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
     # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
     other_values = request.precision != "keep" or (request.is_state_dict and command.trained)

@@ -45,9 +45,9 @@ _NAMES = {
 """Whose names a family has, where not Megatron-Core's."""
 
 
-def family_notes(reader: Reader, to: Layout, *, named: bool) -> Iterator[str]:
-    """Notes on the source's family, and that it was guessed, unless the command named it (`named`)."""
-    model = reader.model
+def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
+    """Notes on the family of the source, whose tensors are this model's, and that it was guessed, unless the command
+    named it (`named`)."""
     table = table_of(model)
     if to == "megatron" and table.names_by != "Megatron-Core":
         yield _NAMES[table.names_by]

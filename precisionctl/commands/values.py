@@ -60,7 +60,7 @@ def as_values(request: Request, source: Source) -> Result:
 def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
-    yield from family_notes(reader, request.to, named=request.architecture is not None)
+    yield from family_notes(reader, plan.model, request.to, named=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
     yield from decoded_base_notes(reader)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -120,7 +120,7 @@ def _model_options(model: ModelShape) -> list[Option]:
         raise UnknownArchitecture(
             f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
         ) from error
-    if missing := differences(model, understood):
+    if missing := differences(model, understood) | otherwise_in_megatron(model):
         left_to_provider(model)
         raise UnknownArchitecture(
             f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(missing)}",
