@@ -13,6 +13,7 @@
         ShapeMismatch           a tensor whose shape contradicts the model
       PrecisionError          the numbers asked for cannot be made
         MissingFp8State         a scale is needed that was never recorded
+          Unrecordable            and that no command records
       OutputError             the result cannot be written
         DestinationExists       something is already at the destination
         DiskProblem             no space, or the disk failed; the partial output stays
@@ -135,6 +136,10 @@ class PrecisionError(PrecisionctlError):
 
 class MissingFp8State(PrecisionError):
     """A scale is needed that was never recorded."""
+
+
+class Unrecordable(MissingFp8State):
+    """A scale is needed that no command records: of a model, or of layers, that nothing here computes."""
 
 
 class OutputError(PrecisionctlError):

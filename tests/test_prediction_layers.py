@@ -2,13 +2,17 @@
 vLLM's and Megatron-Bridge's sources read, and they go to Megatron and come back."""
 
 import json
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
 import torch
-from in_memory import to_hf, to_megatron
+from in_memory import recorded, to_hf, to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,9 +22,11 @@ from precisionctl.cli.writing import next_step
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture, UnmappedTensor, Unrecordable
+from precisionctl.fp8 import sidecar
 from precisionctl.launch.frameworks import launch
 from precisionctl.precision import Precision
+from precisionctl.readiness.assess import assess
 from precisionctl.trainer.measure.memory import Parameters
 from precisionctl.trainer.model.gpt import GPT
 
@@ -189,3 +195,28 @@ def test_nothing_is_said_of_a_prediction_layer_that_only_config_json_has(tmp_pat
     command = plan_command(request)
     assert command.reader.model.mtp_dense and not any("mtp_dense" in note for note in command.notes)
     assert "launch-args" in next_step(request, command, compared=False)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_what_no_command_records_of_prediction_layers_is_not_asked_for(tmp_path: Path, family: str) -> None:
+    """`calibrate` records what is computed; the advice is to leave these layers in BF16, and it can be followed."""
+    source = tmp_path / "source"
+    published(source, family)
+    reader = HuggingFaceReader(source)
+    states = recorded(reader)
+    computed = {name: state for name, state in states.modules.items() if not name.startswith("mtp.")}
+    assert computed and computed.keys() < states.modules.keys()
+    sidecar.write(tmp_path / "state.fp8", replace(states, modules=computed))
+    export = partial(Request.export, source, tmp_path / "out", "vllm", fp8_state=tmp_path / "state.fp8")
+    layer = NAMES[family]["layer"]
+    with pytest.raises(Unrecordable, match=re.escape(f"--exclude '{layer}*'")):
+        plan_command(export(scheme="static"))
+    with pytest.raises(RecipeError, match=re.escape(f"--exclude '{layer}*'")):
+        plan_command(export())
+    command = plan_command(export(exclude=(f"{layer}*",)))
+    assert any(note.startswith("Scheme static") for note in command.notes)
+    assert not [name for name in command.plan.codes if name.startswith(layer)]
+    found = assess(reader, tmp_path / "state.fp8", lambda total: nullcontext(lambda done: None))
+    assert {each.module for each in found.roles} == computed.keys()
+    assert "never recorded" not in {finding.kind for each in found.roles for finding in each.findings}
+    assert any("multi-token prediction" in note for note in found.notes)

@@ -100,6 +100,11 @@ class Row:
         """Whether expert parallelism deals this parameter out."""
         return "{expert}" in self.megatron
 
+    @property
+    def of_prediction(self) -> bool:
+        """Whether this is part of a layer of multi-token prediction, which nothing here computes."""
+        return "{mtp}" in self.megatron
+
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Row:
         """The row with parts of its names replaced, in Hugging Face and in Megatron."""
         names = tuple(_replaced(name, hf) for name in self.hf)

@@ -61,14 +61,14 @@ def for_engine(request: Request, source: Source) -> Result:
     """
     reader, known, model = source.reader, source.known, source.plan.model
     engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
-    scheme, notes = request.scheme, []
+    scheme, why, notes = request.scheme, "", []
     if request.target is None:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
         scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
         notes.append(f"Scheme {scheme}: {why}.")
-    form = _format(request, source, engine, scheme)
+    form = _format(request, source, engine, scheme, why)
     if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # no note on outdated state: the choice of the scheme names it
@@ -128,17 +128,19 @@ def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
     return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
-def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
-    """The format of the weights: method, scheme, and what new scales are rounded to. Raises PrecisionError for a scheme
-    that the engine does not read, and RecipeError for FP8 state that nothing would use."""
+def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, why: str) -> WeightFormat:
+    """The format of the weights: method, scheme, and what new scales are rounded to. `why` says why the scheme was
+    chosen, if it was not asked for. Raises PrecisionError for a scheme that the engine does not read, and RecipeError
+    for FP8 state that nothing would use."""
     if scheme not in engine.spells:
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
         )
     if scheme not in FIXED_INPUTS and request.fp8_state and not request.kv_cache:
-        raise RecipeError(
-            f"scheme {scheme} stores no input scales, so it takes no FP8 state", do="Leave --fp8-state out."
-        )
+        what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
+        if why:
+            raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
+        raise RecipeError(what, do="Leave --fp8-state out.")
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     now = source.encodings_now
     if scheme == "block" and now is not None and (in_powers_of_2(now) or all_mxfp4(now)):

@@ -135,7 +135,8 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
-        yield f"Older FP8 state of {counted(len(names), 'module')}, which the run kept in BF16, stays behind."
+        of = f"{counted(len(names), 'module')}, e.g. {min(names)}"
+        yield f"Older FP8 state of {of}, which the run did not record, stays behind."
 
 
 def adapter_notes(reader: Reader) -> Iterator[str]:

@@ -21,9 +21,9 @@ from precisionctl.commands.notes import (
 )
 from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
-from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.encode import fp8_jobs
-from precisionctl.export.input_scales import input_amaxes
+from precisionctl.export.input_scales import OF_PREDICTION, input_amaxes
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
 from precisionctl.fp8.numerics import after_one_update
@@ -68,6 +68,9 @@ def _of_gemms(request: Request, source: Source) -> Fp8States:
     check_fp8_gemms(plan, precision)
     try:
         input_amaxes(states, jobs, source.known.why_none)
+    except Unrecordable as missing:
+        do = 'Leave these layers in BF16: keep_bf16 = ["mtp.*"] in a --recipe.'
+        raise Unrecordable(f"the inputs of some layers were never recorded, as {OF_PREDICTION}", do=do) from missing
     except MissingFp8State as missing:
         do = "Record it with `precisionctl calibrate` and give --fp8-state, or train a few steps in FP8."
         raise MissingFp8State(missing.what, do=do) from missing

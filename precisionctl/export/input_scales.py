@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.errors import MissingFp8State
+from precisionctl.errors import MissingFp8State, Unrecordable
 from precisionctl.fp8.carry import FIXED_SCALES
 from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
@@ -20,13 +21,10 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BY_ENGINE = "let the engine scale inputs: `export-inference --scheme dynamic` (of four bits: nvfp4a16)."
 _RECORD = (
     "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
-    "--precision fp8`, or let the engine scale inputs: `export-inference --scheme dynamic` (of four bits: nvfp4a16)."
-)
-_NO_TABLE = (
-    "No command records it for a model without a table (docs/any_model.md), so let the engine scale inputs: "
-    "`export-inference --scheme dynamic` (of four bits: nvfp4a16)."
+    f"--precision fp8`, or {_BY_ENGINE}"
 )
 
 
@@ -34,14 +32,16 @@ def input_amaxes(
     states: Fp8States | None, jobs: Sequence[Job], why_no_state: str, *, tabled: bool = True
 ) -> dict[str, Tensor]:
     """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
-    MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state. Its advice is to
-    record one, which is possible only if the model is `tabled`."""
-    record = _RECORD if tabled else _NO_TABLE
+    MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state. If it is in a layer
+    of multi-token prediction or the model is not `tabled`, nothing here computes it, and this is Unrecordable."""
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
         of = f"{counted(len(modules), 'module')}, e.g. `{next(iter(modules), '')}`,"
-        what = f"scales for the inputs of {of} are unknown"
-        raise MissingFp8State(f"{why_no_state}: {what}", do=record)
+        what = f"{why_no_state}: scales for the inputs of {of} are unknown"
+        if tabled:
+            raise MissingFp8State(what, do=_RECORD)
+        nobody = "No command records it for a model without a table (docs/any_model.md)"
+        raise Unrecordable(what, do=f"{nobody}, so {_BY_ENGINE}")
     amaxes = {}
     for job in jobs:
         if job.row.unused:  # it has no input; what engines fuse it with has
@@ -49,9 +49,23 @@ def input_amaxes(
         state = states.modules.get(job.module)
         amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
         if not amax > 0:
-            raise MissingFp8State(f"the input of `{job.module}` was never recorded", do=record)
+            what = f"the input of `{job.module}` was never recorded"
+            if job.row.of_prediction:
+                raise Unrecordable(f"{what}, as {OF_PREDICTION}: {prediction_in_bf16(jobs)}", do=f"Or {_BY_ENGINE}")
+            raise MissingFp8State(what, do=_RECORD)
         amaxes[job.module] = amax
     return amaxes
+
+
+OF_PREDICTION = "nothing here computes layers of multi-token prediction"
+
+
+def prediction_in_bf16(jobs: Sequence[Job]) -> str:
+    """How an export leaves layers of multi-token prediction in BF16: each by the start of its tensors' names, to the
+    first number."""
+    names = [name for job in jobs if job.row.of_prediction and job.row.gemm for name in job.writes]
+    layers = dict.fromkeys(re.sub(r"(\.\d+\.).*", r"\1*", name) for name in names)
+    return " ".join(f"--exclude '{layer}'" for layer in layers) + " leaves these layers in BF16"
 
 
 def unreached_experts(states: Fp8States | None, jobs: Sequence[Job]) -> int:

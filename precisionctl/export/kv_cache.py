@@ -15,8 +15,9 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
-from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.encode import WeightFormat
+from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.param import TensorSpec
@@ -67,7 +68,11 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     for stem, job in _attentions(plan).items():
         scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(stem, []))
         if scale is None:
-            raise MissingFp8State(f"the keys and values that `{stem}` caches were never recorded", do=_RECORD)
+            what = f"the keys and values that `{stem}` caches were never recorded"
+            if job.row.of_prediction:
+                why = f"as {OF_PREDICTION}: {prediction_in_bf16(plan.jobs)}"
+                raise Unrecordable(f"{what}, {why}", do="Or leave --kv-cache out.")
+            raise MissingFp8State(what, do=_RECORD)
         found[stem] = scale
     return found
 

@@ -2,7 +2,7 @@
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
-from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
@@ -42,14 +42,14 @@ def best_scheme(
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
         try:
-            input_amaxes(states, jobs, why_no_state)
+            input_amaxes(states, jobs, why_no_state, tabled=not isinstance(plan.model, UntabledModel))
             too_small = why_too_small(states) if states else ""
             if not too_small or len(schemes) == 1:
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"
             why = f"{too_small}. For static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
             why = missing.what
-            if not isinstance(plan.model, UntabledModel):  # no command can record them for a model without a table
+            if not isinstance(missing, Unrecordable):
                 why += ". For static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:
         if scheme != "static":

@@ -145,7 +145,7 @@ def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))
 
     model = source.model
-    of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
+    of_mtp = [row for row in rows if row.of_prediction and not row.of_experts]
     if of_mtp and not any_stored(of_mtp, {"mtp": 0, "mtp_layer": model.num_layers}):
         model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
     unused = [row for row in rows if row.unused]

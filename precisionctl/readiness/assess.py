@@ -13,6 +13,7 @@ from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.sizes import counted
 from precisionctl.untabled_model import UntabledModel
 
 BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -28,8 +29,13 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
     outdated = known.current is None or known.current.of_weights != known.of_weights
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
-    judged = judge(list(plan.gemms), statistics, known.current or known.outdated, outdated=outdated)
+    predicting = dict.fromkeys(job.module for job in jobs if job.row.of_prediction)
+    of_computed = {module: statistics[module] for module in plan.gemms if module not in predicting}
+    judged = judge(list(of_computed), of_computed, known.current or known.outdated, outdated=outdated)
     notes = [*_broken_notes(reader, jobs, statistics), *known.notes]
+    if predicting:
+        layers = counted(len(predicting), "module of layers", "modules of layers")
+        notes.append(f"{layers} of multi-token prediction, which nothing here computes: they are not judged.")
     if known.outdated:
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:

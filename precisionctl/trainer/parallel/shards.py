@@ -51,7 +51,7 @@ class ModelShards:
         for row in architecture_of(model.architecture).spelled({}, model):
             if not row.count(model) or not row.present.in_layout("megatron", model):
                 continue
-            untrained = "{mtp}" in row.megatron  # not computed with, and whole on all ranks
+            untrained = row.of_prediction  # not computed with, and whole on all ranks
             spec = TensorSpec(row.shape(model), DType.of(dtype), REPLICATED if untrained else row.cut(model))
             replicated = spec.parallel == REPLICATED
             boxes = [whole(spec)] if replicated else shard_boxes(spec, world.tensor.size)[world.tensor.rank]
