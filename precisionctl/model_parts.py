@@ -20,6 +20,12 @@ def check_size(size: object, name: str, largest: int = LARGEST) -> None:
         raise DamagedCheckpoint(f"{name} is {shown(size)}, not a size", do="Is config.json this model's?")
 
 
+def check_count(count: object, name: str, largest: int) -> None:
+    """Raise DamagedCheckpoint for what is neither a size nor 0."""
+    if type(count) is not int or count != 0:
+        check_size(count, name, largest)
+
+
 def real(value: object, name: str, where: object = "") -> float:
     """A positive number. Raises DamagedCheckpoint."""
     if type(value) not in (int, float) or not 0 < value < 1e30:  # type: ignore[operator]

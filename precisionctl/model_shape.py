@@ -16,6 +16,7 @@ from precisionctl.model_parts import (
     Mamba2,
     MoE,
     Wrapper,
+    check_count,
     check_size,
     real,
 )
@@ -145,8 +146,7 @@ class ModelShape:
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
-        if self.mtp_num_layers != 0:
-            check_size(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
+        check_count(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
         for field in _REALS:
             if getattr(self, field) is not None:
                 real(getattr(self, field), field)
@@ -166,8 +166,8 @@ class ModelShape:
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
-        if self.num_kv_shared_layers != 0:
-            check_size(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
+        check_count(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
+        if self.num_kv_shared_layers:
             for layer in range(self.num_layers):
                 self.kv_layer(layer)
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)

@@ -21,6 +21,15 @@ def test_trinity_without_a_window_has_no_layers_in_one() -> None:
     assert (model.sliding_window, model.rope_layers) == (None, (False,) * 4)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"), [("qwen3-moe", "num_experts"), ("hy-v3", "num_experts"), ("deepseek-v3", "n_routed_experts")]
+)
+def test_a_family_of_experts_has_some(family: str, key: str) -> None:
+    """Also where all layers are dense: what it writes says how many there are."""
+    with pytest.raises(DamagedCheckpoint, match="num_experts is 0, not a size"):
+        from_hf_config(config(family) | {key: 0, "mlp_layer_types": ["dense"] * 3})
+
+
 REFUSED = [
     ("afmoe", "attention_bias", True),
     ("afmoe", "score_func", "softmax"),

@@ -17,8 +17,9 @@ LATENT = MLA(6, 6, 4, 4, 6)
 SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_layers"),
     *("vocab_size", "padded_vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
-    *("mtp_num_layers", "sliding_window"),
+    *("mtp_num_layers", "num_kv_shared_layers", "sliding_window"),
 )
+NUMBERS = ("mtp_num_layers", "num_kv_shared_layers")
 REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -42,10 +43,17 @@ def test_what_is_no_size_is_refused_by_its_name(size: object) -> None:
                 replace(whole, **{name: size})  # type: ignore[type-var]
 
 
-def test_no_size_is_zero_but_the_number_of_prediction_layers() -> None:
+@pytest.mark.parametrize("none", [0.0, False])
+def test_no_layers_of_a_kind_are_zero_and_no_other_number(none: object) -> None:
+    for name in NUMBERS:
+        with pytest.raises(DamagedCheckpoint, match=f"^{name} is {none}, not a size"):
+            replace(DENSE, **{name: none})  # type: ignore[arg-type]
+
+
+def test_no_size_is_zero_but_numbers_of_some_layers() -> None:
     for whole, names in ((DENSE, SIZES), (WINDOWED, SIZES), (EXPERTS, OF_EXPERTS), (LATENT, OF_LATENTS)):
         for name in names:
-            if name != "mtp_num_layers":
+            if name not in NUMBERS:
                 with pytest.raises(DamagedCheckpoint, match=f"{name} is 0, not a size"):
                     replace(whole, **{name: 0})  # type: ignore[type-var]
 

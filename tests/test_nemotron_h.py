@@ -14,6 +14,7 @@ from gpt_models import as_gpt, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import make_source, make_text
+from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
@@ -106,11 +107,29 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
     [
         *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
         *(("time_step_limit", [0.001, float("inf")]), ("mamba_dt_limit", [0.0, 0.1])),
+        *(("mamba_d_conv", 3), ("mamba_conv_bias", False)),  # words of the first configs
     ],
 )
 def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=key):
         from_hf_config(pico.make("nemotron-h").config.to_dict() | {key: value})
+
+
+def test_another_word_for_its_layers_must_not_say_otherwise() -> None:
+    """transformers goes by the word, if it stands below the key."""
+    config = pico.make("nemotron-h").config.to_dict()
+    blocks = config["layers_block_type"]
+    assert from_hf_config(config | {"layer_types": blocks}) == from_hf_config(config)
+    assert AutoConfig.for_model(**config | {"layer_types": blocks[::-1]}).layers_block_type == blocks[::-1]
+    with pytest.raises(DamagedCheckpoint, match="and layers_block_type, which is the same"):
+        from_hf_config(config | {"layer_types": blocks[::-1]})
+
+
+def test_heads_that_are_not_said_are_those_of_its_class() -> None:
+    config, heads = AutoConfig.for_model("nemotron_h"), ("num_attention_heads", "num_key_value_heads", "head_dim")
+    model = from_hf_config({key: value for key, value in config.to_dict().items() if key not in heads})
+    found = (model.num_attention_heads, model.num_query_groups, model.kv_channels)
+    assert found == tuple(getattr(config, name) for name in heads)
 
 
 JUNK = (-1, 0, 3.5, "", "MX", [], ["mlp"], [None], ["magic"] * 6, {"a": 1}, True)

@@ -124,8 +124,6 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
 
 
 def _shape(fields: dict[str, Any]) -> ModelShape:
-    if not fields.get("moe.num_experts", 1):
-        fields = {name: value for name, value in fields.items() if not name.startswith("moe.")}
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))

@@ -22,6 +22,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    Synonyms,
     size,
     tied,
 )
@@ -212,12 +213,15 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     Key("mamba.head_dim", "mamba_head_dim", 64),
     Key("mamba.num_groups", "n_groups", 8, older="mamba_n_groups"),
     Key("mamba.state_dim", "ssm_state_size", 128),
-    Only("conv_kernel", 4),
-    Only("use_conv_bias", True),
+    *(Only(key, 4) for key in ("conv_kernel", "mamba_d_conv")),
+    *(Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
     Only("use_bias", False),
     Only("mamba_hidden_act", "silu"),
     Rule(_STEP_LIMIT, _read_step_limit),
 )
+
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+"""What its class takes for keys that are not there."""
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 
@@ -226,11 +230,12 @@ ARCHITECTURE = Architecture(
     rows=(Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, in_memory=True), *OUTPUT),
     config=(
         Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
+        Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
         Key("hidden_size", "hidden_size", 4096),
         Key("ffn_hidden_size", "intermediate_size", 21504),
         Key("max_position_embeddings", "max_position_embeddings", 4096),
         VOCABULARY,
-        Rule(HEADS.keys, lambda config, where: HEADS.read({"head_dim": 128} | dict(config), where), HEADS.write),
+        Rule(HEADS.keys, lambda config, where: HEADS.read(_HEADS | dict(config), where), HEADS.write),
         *_MIXER_KEYS,
         Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
         Always("gated_linear_unit", False),
