@@ -171,6 +171,25 @@ def test_fixed_scales_are_those_of_the_layer_whose_keys_are_read(tmp_path: Path)
     assert done.exit_code == 0, done.stdout + done.stderr
 
 
+def test_a_source_s_scales_of_a_cache_are_those_of_the_layer_that_caches(tmp_path: Path) -> None:
+    """Whatever stands at a layer that shares it, or nothing."""
+    pico.save(tmp_path / "hf", SMALL, dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "fp8", "dynamic")
+    file = tmp_path / "fp8" / "model.safetensors"
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([layer + start])
+        for layer in (0, 1, 2, SHARING[0])
+        for kind, start in (("k", 0.25), ("v", 0.5))
+    }
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    export(tmp_path / "fp8", tmp_path / "again", "dynamic", kv_cache="fp8")
+    made = load_file(tmp_path / "again" / "model.safetensors")
+    for layer in range(6):
+        cached = f"model.layers.{layer if layer < 3 else {3: 1, 4: 1, 5: 2}[layer]}.self_attn"
+        for kind in ("k_scale", "v_scale"):
+            assert torch.equal(made[f"model.layers.{layer}.self_attn.{kind}"], scales[f"{cached}.{kind}"]), layer
+
+
 WRAPPED: dict[str, Any] = {
     "attention_k_eq_v": False,
     "num_hidden_layers": 4,

@@ -147,6 +147,20 @@ def test_an_output_projection_in_bf16_does_not_lose_its_layers_scales(source: Pa
     assert stored["model.layers.0.self_attn.k_scale"] > 0
 
 
+def test_scales_beside_weights_that_are_no_codes_stay_behind_with_a_note(tmp_path: Path) -> None:
+    """In a directory that says to be FP8, and keeps all weights in BF16."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "hf" / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(1) for kind in "kv"}
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    said = "2 scales of a KV cache, beside weights that are no codes, stay behind."
+    assert said in plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
+    assert said in plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm")).notes
+
+
 @pytest.mark.parametrize(
     ("family", "target", "scheme", "why"),
     [

@@ -1,7 +1,7 @@
 """Hugging Face directories: files of weights (`huggingface_files.py`) beside config.json and a tokenizer."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -117,6 +117,11 @@ class HuggingFaceReader:
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
+
+    @property
+    def lone_cache_scales(self) -> Collection[str]:
+        """Scales of a KV cache beside weights that are no codes, along with which they would be carried."""
+        return () if self._scales else cache_scales(self.config, self.stored.specs).keys()
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:

@@ -118,6 +118,8 @@ def unread_notes(reader: Reader) -> Iterator[str]:
 def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     yield from unread_notes(reader)
+    if isinstance(reader, HuggingFaceReader) and (lone := reader.lone_cache_scales):
+        yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
     if carried and of_trainer(reader):
         yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):

@@ -7,8 +7,10 @@ There is one for all keys of a layer and one for all its values; under tensor pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -20,12 +22,14 @@ from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import CODES, QuantMethod
 from precisionctl.torch_when_used import torch
 
 _PROJECTION = "linear_proj"
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 _RECORD = "Record them with `precisionctl calibrate`, and give its file with --fp8-state; or leave --kv-cache out."
 
 
@@ -63,13 +67,14 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
 
 def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
     """The scales of each attention layer, by Hugging Face name: from recorded state, else those stored in the source's
-    FP8 directory. Raises MissingFp8State if there are neither."""
-    found, places = {}, _places(encodings)
-    for stem, job in _attentions(plan).items():
-        scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(stem, []))
+    FP8 directory. A layer that reads what another caches has that one's. Raises MissingFp8State if there are
+    neither."""
+    found, places, jobs = {}, _places(encodings), _attentions(plan)
+    for stem, cached in _caches(plan).items():
+        scale = (_recorded(states, jobs[cached]) if states else None) or _stored(encodings, places.get(cached, []))
         if scale is None:
-            what = f"the keys and values that `{stem}` caches were never recorded"
-            if job.row.of_prediction:
+            what = f"the keys and values that `{cached}` caches were never recorded"
+            if jobs[cached].row.of_prediction:
                 why = f"as {OF_PREDICTION}: {prediction_in_bf16(plan.jobs)}"
                 raise Unrecordable(f"{what}, {why}", do="Or leave --kv-cache out.")
             raise MissingFp8State(what, do=_RECORD)
@@ -131,6 +136,16 @@ def _attentions(plan: Plan) -> dict[str, Job]:
     named = [(job.writes if plan.target == "hf" else job.reads)[0] for job in jobs]
     stems = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
     return dict(zip(stems, jobs, strict=True))
+
+
+def _caches(plan: Plan) -> dict[str, str]:
+    """For each attention the one that caches the keys and values which it reads, mostly itself: Hugging Face names."""
+    stems = {job.module: stem for stem, job in _attentions(plan).items()}
+    return {stem: stems[_LAYER.sub(partial(_kv_layer, plan.model), module)] for module, stem in stems.items()}
+
+
+def _kv_layer(model: ModelShape, found: re.Match[str]) -> str:
+    return f"{found[1]}{model.kv_layer(int(found[2]))}."
 
 
 def _core(job: Job) -> str:
