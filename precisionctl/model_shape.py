@@ -167,9 +167,9 @@ class ModelShape:
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
         check_count(self.num_kv_shared_layers, "num_kv_shared_layers", self.num_layers)
-        if self.num_kv_shared_layers:
-            for layer in range(self.num_layers):
-                self.kv_layer(layer)
+        shared = range(self.num_layers - self.num_kv_shared_layers, self.num_layers)
+        for layer in sorted({self.in_window(layer): layer for layer in reversed(shared)}.values()):
+            self.kv_layer(layer)  # which raises where the first of its kind has none to read
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
 
     @property

@@ -113,7 +113,7 @@ class Row:
     @property
     def unused(self) -> bool:
         """Whether no program computes with this parameter: it is there where `unused_kv` of ModelShape says so."""
-        return self.present == when("unused_kv")
+        return self.present.hf == "unused_kv"
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
@@ -150,7 +150,7 @@ class Row:
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
-        if "{mtp}" in self.megatron:
+        if self.of_prediction:
             for mtp in range(model.mtp_num_layers):
                 if self._in_layer(model.of_prediction, model.num_layers - 1):
                     yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
@@ -163,7 +163,7 @@ class Row:
 
     def count(self, model: ModelShape) -> int:
         """How many places there are, without listing them."""
-        if "{mtp}" in self.megatron:
+        if self.of_prediction:
             number = model.mtp_num_layers * self._in_layer(model.of_prediction, model.num_layers - 1)
         elif "{layer}" in self.megatron:
             number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))

@@ -7,13 +7,12 @@ There is one for all keys of a layer and one for all its values; under tensor pa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
@@ -29,7 +28,6 @@ from precisionctl.quant_methods.base import CODES, QuantMethod
 from precisionctl.torch_when_used import torch
 
 _PROJECTION = "linear_proj"
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 _RECORD = "Record them with `precisionctl calibrate`, and give its file with --fp8-state; or leave --kv-cache out."
 
 
@@ -69,12 +67,15 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     """The scales of each attention layer, by Hugging Face name: from recorded state, else those stored in the source's
     FP8 directory. A layer that reads what another caches has that one's. Raises MissingFp8State if there are
     neither."""
-    found, places, jobs = {}, _places(encodings), _attentions(plan)
-    for stem, cached in _caches(plan).items():
-        scale = (_recorded(states, jobs[cached]) if states else None) or _stored(encodings, places.get(cached, []))
+    found, places, attentions = {}, _places(encodings), _attentions(plan)
+    stems = {job.module: stem for stem, job in attentions.items()}
+    for stem, attention in attentions.items():
+        cached = stems[_caching(attention.module, plan.model)]
+        job = attentions[cached]
+        scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(cached, []))
         if scale is None:
             what = f"the keys and values that `{cached}` caches were never recorded"
-            if jobs[cached].row.of_prediction:
+            if job.row.of_prediction:
                 why = f"as {OF_PREDICTION}: {prediction_in_bf16(plan.jobs)}"
                 raise Unrecordable(f"{what}, {why}", do="Or leave --kv-cache out.")
             raise MissingFp8State(what, do=_RECORD)
@@ -138,14 +139,10 @@ def _attentions(plan: Plan) -> dict[str, Job]:
     return dict(zip(stems, jobs, strict=True))
 
 
-def _caches(plan: Plan) -> dict[str, str]:
-    """For each attention the one that caches the keys and values which it reads, mostly itself: Hugging Face names."""
-    stems = {job.module: stem for stem, job in _attentions(plan).items()}
-    return {stem: stems[_LAYER.sub(partial(_kv_layer, plan.model), module)] for module, stem in stems.items()}
-
-
-def _kv_layer(model: ModelShape, found: re.Match[str]) -> str:
-    return f"{found[1]}{model.kv_layer(int(found[2]))}."
+def _caching(module: str, model: ModelShape) -> str:
+    """The module of the output projection of the attention whose cache this one's reads: mostly its own."""
+    at = layer_of(module)
+    return f"decoder.layers.{model.kv_layer(at[0])}.{at[1]}" if at else module
 
 
 def _core(job: Job) -> str:
