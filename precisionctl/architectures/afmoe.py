@@ -35,7 +35,8 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS
 
 _LOCAL = all_but_every(4, "global_attn_every_n_layers")
-_WINDOW = sliding_window(_LOCAL, absent=1024, also=("global_attn_every_n_layers",))
+_LENGTH = 1024  # where none is said
+_WINDOW = sliding_window(_LOCAL, absent=_LENGTH, also=("global_attn_every_n_layers",))
 
 _RENAMED = {
     "mlp.gate.weight": "mlp.router.gate.weight",
@@ -45,7 +46,7 @@ _RENAMED = {
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    in_window = layers_with_window(config, where, _LOCAL, 1024)
+    in_window = layers_with_window(config, where, _LOCAL, _LENGTH)
     return {**_WINDOW.read(config, where), "rope_layers": None if all(in_window) else tuple(in_window)}
 
 

@@ -35,14 +35,15 @@ def _local(config: Config, count: int) -> list[bool]:
     return [(layer + 1) % size(said, key, "config.json") != 0 for key, each in lengths.items() for layer in range(each)]
 
 
-_WINDOW = sliding_window(_local, absent=4096, also=(_DENSE, _PATTERN, _OF_DENSE))
+_LENGTH = 4096  # where none is said
+_WINDOW = sliding_window(_local, absent=_LENGTH, also=(_DENSE, _PATTERN, _OF_DENSE))
 _LAYERS = experts_by_list(dense=0, key=_DENSE)
 
 
 def _read_layers(config: Config, where: object) -> Fields:
     fields = {**_LAYERS.read(config, where), **_WINDOW.read(config, where)}
     in_window = layers_in_window(config, where, _local)
-    if config.get("sliding_window", 4096) is None:
+    if config.get("sliding_window", _LENGTH) is None:
         in_window = [False] * layers(config, where)
     dense_have = config.get(_OF_DENSE, 1) == 1
     each = zip(in_window, fields["moe.layer_freq"], strict=True)

@@ -4,7 +4,7 @@ leading dense layers, routed and shared experts, layers of multi-token predictio
 Rows of a prediction layer are the decoder's under other names, and what joins them.
 """
 
-from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
+from precisionctl.architectures.llama_rows import MLP, MLP_NORM, PREDICTION_LAYER, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA
@@ -137,7 +137,6 @@ _AFTER = Row(
 )
 
 _HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
-_MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
 
 
 ROUTING: tuple[Row | Either, ...] = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
@@ -157,7 +156,7 @@ def prediction(
     """Layers of multi-token prediction, of the same attention."""
     layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *EXPERTS)
     after = _AFTER.renamed({"shared_head.norm": last_norm})
-    return (*_BEFORE, *(each.renamed(_HF, _MEGATRON) for each in layer), after)
+    return (*_BEFORE, *(each.renamed(_HF, PREDICTION_LAYER) for each in layer), after)
 
 
 MTP_ALIASES = (

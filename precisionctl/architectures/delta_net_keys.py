@@ -64,11 +64,14 @@ def prediction_layers(key: str) -> Rule:
 
     def read(config: Config, where: object) -> Fields:
         found = config.get(key)
-        number = 1 if found is None else found
-        if number not in (0, 1):
-            raise UnknownArchitecture(
-                f"{key}={shown(number)}", where=where, do="Known is one layer of multi-token prediction."
-            )
-        return {"mtp_num_layers": int(number)}
+        return {"mtp_num_layers": one_or_none(1 if found is None else found, key, where)}
 
     return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})
+
+
+def one_or_none(number: object, key: str, where: object) -> int:
+    """The number of layers of multi-token prediction that a key says. Raises UnknownArchitecture for several."""
+    if number not in (0, 1):
+        do = "Known is one layer of multi-token prediction."
+        raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
+    return int(number == 1)

@@ -5,7 +5,7 @@ Traps: in_proj's rows are in six parts of unequal size, which tensor parallelism
 the delta net gives is an ordinary one, where all others store their factor less one.
 """
 
-from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Either, Row, only_in
 from precisionctl.architectures.rearrangements import GAMMA, ORDINARY_GAMMA, Rearrangement
@@ -67,8 +67,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
     )
 
 
-_HF_NAMES = {"model.layers.{layer}.": "mtp.layers.{mtp}."}
-_MEGATRON_NAMES = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+_PREDICTION = {"model.layers.{layer}.": "mtp.layers.{mtp}."}
 
 DENSE: tuple[Row | Either, ...] = (*MLP_NORM, *MLP)
 SPARSE: tuple[Row | Either, ...] = (*MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS)
@@ -83,6 +82,6 @@ def prediction(*block: Row | Either) -> tuple[Row | Either, ...]:
         Row(  # the embedding's half, then the hidden state's, on both sides
             "mtp.fc.weight", "mtp.layers.{mtp}.eh_proj.weight", ("hidden_size", "doubled_hidden_size"), parallel=ROWS
         ),
-        *(row.renamed(_HF_NAMES, _MEGATRON_NAMES) for row in (*ATTENTION_NORM, *ATTENTION, *block)),
+        *(row.renamed(_PREDICTION, PREDICTION_LAYER) for row in (*ATTENTION_NORM, *ATTENTION, *block)),
         Row("mtp.norm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
     )

@@ -8,24 +8,21 @@ build it so).
 from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Fields, Key, Only, Rule, tied
 from precisionctl.architectures.deepseek_keys import experts_by_list, groups, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
+from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.exaone4 import WINDOWS
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
 _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memory=True)
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    number = config.get("num_nextn_predict_layers") or 0
-    if number not in (0, 1):
-        what = f"num_nextn_predict_layers={shown(number)}"
-        raise UnknownArchitecture(what, where=where, do="Known is one layer of multi-token prediction.")
-    return {"mtp_num_layers": int(number), "mtp_dense": bool(number)}
+    number = one_or_none(config.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", where)
+    return {"mtp_num_layers": number, "mtp_dense": bool(number)}
 
 
 def _write_prediction(model: ModelShape) -> Config:

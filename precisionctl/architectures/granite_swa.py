@@ -32,12 +32,13 @@ def _local(config: Config, layers: int) -> list[bool]:
     return [layer % 4 != 0 for layer in range(layers)]
 
 
-_WINDOW = sliding_window(_local, absent=128)
+_LENGTH = 128  # where none is said
+_WINDOW = sliding_window(_local, absent=_LENGTH)
 
 
 def _read_layers(config: Config, where: object) -> Fields:
     fields = {**_ROPE.read(config, where), **_WINDOW.read(config, where), "softmax_offset": True}
-    in_window = layers_with_window(config, where, _local, 128)
+    in_window = layers_with_window(config, where, _local, _LENGTH)
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields

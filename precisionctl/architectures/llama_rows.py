@@ -11,6 +11,9 @@ PROJ_BIAS = Condition("proj_bias", ("add_bias_linear",))
 MLP_BIAS = Condition("mlp_bias", ("add_bias_linear",))
 UNTIED = when("untied_embeddings")
 
+PREDICTION_LAYER = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+"""How the parameters of a layer are called in Megatron where it predicts further tokens."""
+
 EMBEDDING = (
     Row(
         "model.embed_tokens.weight",

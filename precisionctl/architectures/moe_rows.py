@@ -4,6 +4,8 @@ Experts come under a number each, as transformers saves them, or fused in one te
 transformers 5 has them in memory.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.param_map import Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SAME
 from precisionctl.param import COLUMNS, GATED_ROWS
@@ -76,18 +78,10 @@ SHARED_EXPERTS = (
 )
 
 JOINED_SHARED_EXPERT = (
-    Row(  # gate, then up, on both sides
-        "model.layers.{layer}.shared_mlp.input_linear.weight",
-        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
-        ("shared_fc1_size", "hidden_size"),
-        parallel=GATED_ROWS,
-        present=when("shared_experts"),
-        layers="moe",
-        gemm=True,
-    ),
+    replace(SHARED_EXPERTS[0], names="model.layers.{layer}.shared_mlp.input_linear.weight", rearrangement=SAME),
     *renamed(SHARED_EXPERTS[1:], {"mlp.shared_experts.down_proj": "shared_mlp.output_linear"}),
 )
-"""Whose gate and up come in one tensor (Granite)."""
+"""Whose gate and up come in one tensor (Granite), the gate first, as in Megatron."""
 
 GATED_SHARED_EXPERT = (
     *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),

@@ -100,6 +100,17 @@ SHAPE = ModelShape(
 
 
 WINDOW = {"sliding_window": 32, "window_layers": (True, False)}
+GEMMA_4 = replace(
+    SHAPE,
+    post_layernorms=True,
+    activation="gelu_tanh",
+    qk_layernorm=True,
+    v_l2_norm=True,
+    layer_scalar=True,
+    query_pre_attn_scalar=1.0,
+    global_attention=GlobalAttention(num_query_groups=1, kv_channels=64, keys_are_values=True),
+    **WINDOW,
+)
 SHAPES = {
     "like Gemma": replace(
         SHAPE,
@@ -134,32 +145,16 @@ SHAPES = {
         gated_linear_unit=False,
         rotary_percent=0.5,
     ),
-    "like Gemma 4": replace(
-        SHAPE,
-        post_layernorms=True,
-        activation="gelu_tanh",
-        qk_layernorm=True,
-        v_l2_norm=True,
-        layer_scalar=True,
-        query_pre_attn_scalar=1.0,
-        global_attention=GlobalAttention(num_query_groups=1, kv_channels=64, keys_are_values=True),
-        **WINDOW,
-    ),
+    "like Gemma 4": GEMMA_4,
     "like Gemma 4 E2B": replace(
-        SHAPE,
+        GEMMA_4,
         num_layers=4,
-        post_layernorms=True,
-        activation="gelu_tanh",
-        qk_layernorm=True,
-        v_l2_norm=True,
-        layer_scalar=True,
-        query_pre_attn_scalar=1.0,
         tied_embeddings=True,
         global_attention=GlobalAttention(num_query_groups=2, kv_channels=64, keys_are_values=False),
         num_kv_shared_layers=2,
         use_double_wide_mlp=True,
         per_layer_embed_dim=32,
-        **WINDOW | {"window_layers": (True, False) * 2},
+        window_layers=(True, False) * 2,
     ),
     "like Qwen3.5": replace(
         SHAPE,

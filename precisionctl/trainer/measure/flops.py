@@ -49,8 +49,8 @@ def _pairs(length: int, chunk: int | None) -> int:
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
-    per_layer = 3 * model.per_layer_embed_size  # made of an embedding; then in each layer, there and back
-    return layers + model.hidden_size * (model.padded_vocab_size + per_layer)
+    layers += model.num_layers * per_layer_input(model)
+    return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
 def delta_rule(model: ModelShape) -> int:
@@ -79,6 +79,11 @@ def projections(model: ModelShape, layer: int) -> int:
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
     return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out
+
+
+def per_layer_input(model: ModelShape) -> int:
+    """The number of weights in a layer's gate of a token's embedding for it, and in the projection back."""
+    return 2 * model.hidden_size * (model.per_layer_embed_dim or 0)
 
 
 def indexer(model: ModelShape) -> int:

@@ -15,7 +15,7 @@ from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, projections
+from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, per_layer_input, projections
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.model.recurrence import CHUNK
 
@@ -60,7 +60,7 @@ class Parameters:
             attention = projections(model, layer) + (indexer(model) if model.has_indexer(layer) else 0)
             if model.unused_kv and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
-            attention += 2 * (model.per_layer_embed_dim or 0) * model.hidden_size
+            attention += per_layer_input(model)
             if moe is None or not model.has_experts(layer):
                 return attention + mlp_used(model, layer)
             return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
