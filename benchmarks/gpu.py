@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --table benchmarks/results/gpu.json [--into docs/benchmarks.md]
 
 Each section is a process of its own with a budget of seconds, and reports row by row: the result has each row within a
-second, and of a section that fails or runs out of time those that it had, and its failure. A call ends before its
-limit, of six minutes if nothing else is said: a section for which no time is left is told, and wants a call of its own.
+second, and of a section that fails or runs out of time those that it had, and its failure. What measures no time comes
+first, all at once; then the others have the GPU to themselves. A call ends before its limit, of six minutes if nothing
+else is said: a section for which no time is left is told, and wants a call of its own.
 `make gpu` makes all of them, in five calls, `gpu-1` to `gpu-5`, so that two calls fit a machine that is lent for a
 quarter of an hour. `--small` runs the same code on a CPU, emulated, in a few minutes: its numbers say nothing. Without
 a GPU and without `--small` nothing is measured. The tables are printed, or put between the two marks `gpu` of a
@@ -24,10 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +47,9 @@ BUDGETS = {
     "casts": 150,
 }
 """Seconds, in the order in which they run: what counts most comes first."""
+
+UNTIMED = ("tests", "truth", "curves")
+"""Sections that measure no time, so run side by side on one GPU."""
 
 LIMIT = 345
 """Seconds of a call, six minutes but for what comes before it, such as unpacking Transformer Engine."""
@@ -116,26 +122,35 @@ def machine(small: bool) -> dict[str, Any]:
 
 
 def measure(sections: Sequence[str], out: Path, small: bool, limit: float) -> dict[str, Any]:
-    """Run them in turn, each for its budget at most; the result so far is written whenever rows have come."""
+    """Run each for its budget at most; the result so far is written whenever rows have come."""
     end = time.time() + limit
     result: dict[str, Any] = {"machine": machine(small), "sections": {}}
     out.parent.mkdir(parents=True, exist_ok=True)
+    writing = Lock()
 
     def keep(name: str, section: dict[str, Any]) -> None:
-        result["sections"][name] = section
-        beside = out.with_name(f"{out.name}.part")  # a call may be ended at any time
-        beside.write_text(json.dumps(result, indent=1) + "\n")
-        beside.replace(out)
+        with writing:
+            result["sections"][name] = section
+            beside = out.with_name(f"{out.name}.part")  # a call may be ended at any time
+            beside.write_text(json.dumps(result, indent=1) + "\n")
+            beside.replace(out)
 
-    for name in sections:
+    def run(name: str) -> None:
         left = end - time.time()
         if left < min(30, BUDGETS[name]):
             section: dict[str, Any] = {"ended": "not begun: no time was left", "seconds": 0, "rows": [], "log": ""}
         else:
             section = run_section(name, small, min(BUDGETS[name], left), partial(keep, name))
         keep(name, section)
-        print(f"{name}: {section['ended']} in {section['seconds']} s, {len(section['rows'])} rows", flush=True)
-        print(section["log"], end="", flush=True)
+        told = f"{name}: {section['ended']} in {section['seconds']} s, {len(section['rows'])} rows\n{section['log']}"
+        print(told, end="", flush=True)
+
+    together = [name for name in sections if name in UNTIMED]
+    with ThreadPoolExecutor(len(UNTIMED)) as threads:
+        list(threads.map(run, together))
+    for name in sections:
+        if name not in together:
+            run(name)
     return result
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
 from types import ModuleType
 
 import pytest
@@ -76,11 +77,25 @@ def test_a_call_ends_before_its_limit_and_keeps_each_section_as_it_is_done(
     monkeypatch.setattr(gpu, "machine", lambda small: {})
     out = tmp_path / "gpu.json"
     result = gpu.measure(["speed", "truth"], out, True, 200)
-    assert asked == [("speed", 200), ("truth", 70)], "a budget, or what is left"
-    assert kept == [{"speed": "under way"}, {"speed": "complete", "truth": "under way"}]
+    assert asked == [("truth", 70), ("speed", 200)], "a budget, or what is left; what measures no time first"
+    assert kept == [{"truth": "under way"}, {"truth": "complete", "speed": "under way"}]
     late = gpu.measure(["speed"], out, True, 5)
     assert late["sections"]["speed"]["ended"].startswith("not begun")
     assert json.loads(out.read_text()) == late and result != late
+
+
+def test_sections_that_measure_no_time_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met = Barrier(len(gpu.UNTIMED), timeout=60)  # which breaks if they run one after the other
+
+    def run_section(name: str, *_: object) -> dict:
+        if name in gpu.UNTIMED:
+            met.wait()
+        return {"ended": "complete", "seconds": 1, "rows": [], "log": ""}
+
+    monkeypatch.setattr(gpu, "run_section", run_section)
+    monkeypatch.setattr(gpu, "machine", lambda small: {})
+    made = gpu.measure(list(gpu.BUDGETS), tmp_path / "gpu.json", True, 2000)
+    assert made["sections"].keys() == gpu.BUDGETS.keys()
 
 
 def test_calls_are_merged_and_a_section_that_got_further_is_kept() -> None:

@@ -1,6 +1,6 @@
 """`tests/gpu`, each test a row as soon as it has run: so that a call that is stopped has lost none of those before."""
 
-from collections.abc import Iterator
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,11 +8,12 @@ import pytest
 from gpu_sections.common import Place, Report
 
 FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
-FIRST = ("test_te_facts", "test_te_modules", "test_te_replay", "test_te_gpts", "test_te_payloads")
-"""What all else stands on, so wanted most of a call that is stopped: TE's facts, linears, scales, GPTs and state."""
 
 STUCK = 60
 """Seconds after which a test that runs still says where it is, in the section's log."""
+
+PROCESSES = 6
+"""That share the GPU, where pytest-xdist is installed: a test waits for the host more than for the GPU."""
 
 
 class Rows:
@@ -20,11 +21,6 @@ class Rows:
 
     def __init__(self, report: Report) -> None:
         self.report = report
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        yield  # to the order of tests/conftest.py
-        items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = {"test": report.nodeid.rpartition("gpu/")[2], "seconds": report.duration}
@@ -39,4 +35,5 @@ class Rows:
 
 def measure(place: Place, report: Report) -> None:
     told = ("-W", "default", "-o", f"faulthandler_timeout={STUCK}")
-    pytest.main(["-q", "-p", "no:cacheprovider", *told, str(FOLDER)], plugins=[Rows(report)])
+    shared = ("-n", str(PROCESSES), "--dist", "worksteal") if importlib.util.find_spec("xdist") else ()
+    pytest.main(["-q", "-p", "no:cacheprovider", *told, *shared, str(FOLDER)], plugins=[Rows(report)])
