@@ -103,13 +103,17 @@ def test_longrope_turns_each_text_by_its_own_length(tmp_path: Path, packed: bool
 
 
 class DenseMask(nn.Module):
-    """A kernel as Backend.packed_attention describes it: softmax under one mask over all tokens of the batch."""
+    """A kernel as Backend.attention describes it: softmax under one mask over all tokens of the batch."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, window: int | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None, window: int | None
+    ) -> Tensor:
+        packed = packed or PackedSequences((query.shape[1],) * len(query))
+        query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
         tokens, heads, _ = query.shape
         ends = packed.cu_seqlens(query.device)
         assert ends.dtype == torch.int32 and int(ends[-1]) == tokens
@@ -131,7 +135,7 @@ def test_a_kernel_of_a_backend_is_given_what_texts_one_by_one_are(
     made = converted(transformers_model(family), tmp_path)
     _, packed = batches()
     expected, one_by_one = gradients(as_gpt(made), packed)
-    monkeypatch.setattr(EmulatedBackend, "packed_attention", lambda _, model, scale: DenseMask(scale))
+    monkeypatch.setattr(EmulatedBackend, "attention", lambda _, model, scale: DenseMask(scale))
     total, together = gradients(as_gpt(made), packed)
     assert total == pytest.approx(expected, rel=1e-6)
     for name, gradient in together.items():

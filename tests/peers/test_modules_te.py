@@ -31,8 +31,8 @@ CALLED = {
     "te.Fp8Unpadding": ("pytorch/module/fp8_unpadding.py", "Fp8Unpadding.__init__"),
     "RMSNorm": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__init__"),
     "LayerNorm": ("pytorch/ops/basic/layer_norm.py", "LayerNorm.__init__"),
-    "PackedAttention": (ATTENTION, "DotProductAttention.__init__"),
-    "PackedAttention super().forward": (ATTENTION, "DotProductAttention.forward"),
+    "Attention": (ATTENTION, "DotProductAttention.__init__"),
+    "Attention super().forward": (ATTENTION, "DotProductAttention.forward"),
     "GroupedLinear super().forward": ("pytorch/module/grouped_linear.py", "GroupedLinear.forward"),
     "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
@@ -44,7 +44,7 @@ CALLED = {
 }
 """What these call of TE, and where TE defines it."""
 
-OTHERS = ("PackedAttention", "GroupedLinear")
+OTHERS = ("Attention", "GroupedLinear")
 """Whose forward is not that of a linear."""
 
 Source = Callable[[str], ast.Module]
@@ -70,7 +70,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
         "GroupedLinear",
         "RMSNorm",
         "LayerNorm",
-        "PackedAttention",
+        "Attention",
     }
     within = {id(node): name for name in OTHERS for node in ast.walk(definition(OURS, name))}
     for node in ast.walk(OURS):

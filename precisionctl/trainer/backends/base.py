@@ -126,10 +126,10 @@ class Backend(Protocol):
         """
         ...
 
-    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:
-        """An attention kernel for packed sequences, called with the queries of a batch `[T, G * R, D]`, keys and values
-        `[T, G, D]`, the batch's PackedSequences and the window; it returns `[T, G * R * D]`. It supports neither soft
-        caps nor sinks. None if there is no such kernel: then sequences are computed one after the other."""
+    def attention(self, model: ModelShape, scale: float) -> nn.Module | None:
+        """A kernel for attention in a window, and for texts that share rows, called with queries `[B, S, G * R, D]`,
+        keys and values `[B, S, G, D]`, the batch's PackedSequences, if it has any, and the window; it returns
+        `[T, G * R * D]`, in any view. It supports neither soft caps nor sinks. None if there is no such kernel."""
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:

@@ -228,7 +228,7 @@ class EmulatedBackend:
     ) -> GroupedLinear:
         return GroupedLinear(self, name, experts, in_features, out_features, bias, mode)
 
-    def packed_attention(self, model: ModelShape, scale: float) -> None:
+    def attention(self, model: ModelShape, scale: float) -> None:
         return None
 
     def full(self, value: float, size: int) -> Tensor:

@@ -27,11 +27,11 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.backends.te_graphs import Graphs
 from precisionctl.trainer.backends.te_modules import (
     COLUMNS,
+    Attention,
     GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     Linear,
-    PackedAttention,
     RMSNorm,
     Stateful,
 )
@@ -153,9 +153,9 @@ class TransformerEngineBackend:
         module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
         return self._adopt(module, name, None, in_features, out_features)
 
-    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
+    def attention(self, model: ModelShape, scale: float) -> nn.Module:
         mla, ranks = model.mla, self.world.tensor.size
-        return PackedAttention(
+        return Attention(
             model.num_attention_heads // ranks,
             (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
             num_gqa_groups=model.num_query_groups // ranks,

@@ -207,23 +207,23 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         return out
 
 
-class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
-    """te.DotProductAttention over packed sequences, in the parameters' dtype."""
+class Attention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
+    """te.DotProductAttention, causal, in the parameters' dtype."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, window: int | None) -> Tensor:
-        """Queries `[T, G * R, D]`, keys and values `[T, G, D]` to `[T, G * R * D]`."""
-        ends = packed.cu_seqlens(query.device)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None, window: int | None
+    ) -> Tensor:
+        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]` to `[B, S, G * R * D]`, or of texts that share
+        rows to `[T, G * R * D]`."""
+        how: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
+        heads = [query, key, value]
+        if packed is not None:
+            ends = packed.cu_seqlens(query.device)
+            how = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+            how |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+            how |= {"max_seqlen_q": packed.longest, "max_seqlen_kv": packed.longest}
+            heads = [each.flatten(0, 1) for each in heads]
+        how["window_size"] = (-1 if window is None else window - 1, 0)  # TE does not count the query itself
         with te.autocast(enabled=False):
-            out: Tensor = super().forward(
-                query.contiguous(),
-                key.contiguous(),
-                value.contiguous(),
-                qkv_format="thd",
-                cu_seqlens_q=ends,
-                cu_seqlens_kv=ends,
-                max_seqlen_q=packed.longest,
-                max_seqlen_kv=packed.longest,
-                attn_mask_type="padding_causal",
-                window_size=(-1 if window is None else window - 1, 0),  # TE does not count the query itself
-            )
+            out: Tensor = super().forward(*(each.contiguous() for each in heads), **how)
         return out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.model.fused import fused
 from precisionctl.trainer.transfers import to_device
 
 RopeScaling = Mapping[str, Any]
@@ -102,6 +103,7 @@ class _Turned(torch.autograd.Function):
         return _turn(gradient, cos, -sin), None, None
 
 
+@fused
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.shape[-1]
     first, second = heads[..., : 2 * pairs].float().chunk(2, -1)
