@@ -139,7 +139,6 @@ def _cpu(value: Any) -> Any:
 def _enter_packages() -> None:
     """The stand-in for compiled code, and empty modules for kernels in Triton and for ONNX, needed by no linear."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE's own switch: its library is not looked for
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ |= {"NVTE_TORCH_COMPILE": "0", "NVTE_MASKED_SOFTMAX_FUSION": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]

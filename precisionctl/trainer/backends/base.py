@@ -127,9 +127,9 @@ class Backend(Protocol):
         ...
 
     def attention(self, model: ModelShape, scale: float) -> nn.Module | None:
-        """A kernel for attention in a window, and for texts that share rows, called with queries `[B, S, G * R, D]`,
-        keys and values `[B, S, G, D]`, the batch's PackedSequences, if it has any, and the window; it returns
-        `[T, G * R * D]`, in any view. It supports neither soft caps nor sinks. None if there is no such kernel."""
+        """A kernel for causal attention, called with queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`, the
+        batch's PackedSequences, if texts share rows, and the window, if there is one; it returns `[T, G * R * D]`, in
+        any view. It supports neither soft caps nor sinks. None if there is no such kernel."""
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:

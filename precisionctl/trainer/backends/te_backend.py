@@ -153,11 +153,16 @@ class TransformerEngineBackend:
         module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
         return self._adopt(module, name, None, in_features, out_features)
 
-    def attention(self, model: ModelShape, scale: float) -> nn.Module:
+    def attention(self, model: ModelShape, scale: float) -> nn.Module | None:
         mla, ranks = model.mla, self.world.tensor.size
+        sizes = model.kv_channels, model.kv_channels
+        if mla:
+            sizes = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
+        if any(size % 8 or size > 256 for size in sizes):
+            return None  # cuDNN has no kernel for these heads, and what TE takes instead holds all scores
         return Attention(
             model.num_attention_heads // ranks,
-            (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
+            sizes,
             num_gqa_groups=model.num_query_groups // ranks,
             softmax_scale=scale,
         )

@@ -1,4 +1,4 @@
-"""The GPT's linears, norms and attention on Transformer Engine from 2.9 on; unproved until `tests/gpu` has passed.
+"""The GPT's linears, norms and attention on Transformer Engine from 2.9 on.
 
 `te_backend.py` makes them. Parameters, FP8 state and numerics are those of `emulated.py`. State is copied straight into
 the modules' tensors, never through TE's pickles, and TE's `_extra_state` keys stay out of state dicts.
@@ -216,14 +216,14 @@ class Attention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]` to `[B, S, G * R * D]`, or of texts that share
         rows to `[T, G * R * D]`."""
         how: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
-        heads = [query, key, value]
+        heads, longest = [query, key, value], query.shape[1]
         if packed is not None:
-            ends = packed.cu_seqlens(query.device)
+            ends, longest = packed.cu_seqlens(query.device), packed.longest
             how = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-            how |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-            how |= {"max_seqlen_q": packed.longest, "max_seqlen_kv": packed.longest}
+            how |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
             heads = [each.flatten(0, 1) for each in heads]
-        how["window_size"] = (-1 if window is None else window - 1, 0)  # TE does not count the query itself
+        seen = window if window is not None and window < longest else None
+        how["window_size"] = (-1 if seen is None else seen - 1, 0)  # TE does not count the query itself
         with te.autocast(enabled=False):
             out: Tensor = super().forward(*(each.contiguous() for each in heads), **how)
         return out

@@ -11,17 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from precisionctl.model_parts import DSA, MLA
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
-
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""PyTorch's, and the first that takes its operands computes. By itself it begins with FlashAttention 2, which Hopper's
-tensor cores are slow under."""
 
 
 class CoreAttention(nn.Module):
@@ -41,13 +36,12 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
         heads, packed, window = (query, key, value), positions.packed, positions.window
-        if packed is None and (window is None or window >= query.shape[1] or self.kernel is None):
+        if self.kernel is not None:
+            attended: Tensor = self.kernel(*heads, packed, window)
+        elif packed is None:
             attended = self._attend(heads, window)
-        elif self.kernel is not None:
-            attended = self.kernel(*heads, packed, window)
         else:
             # each text by itself: a mask over all would grow with the square of the row, and no flash kernel takes one
-            assert packed is not None
             laid = (torch.split(tensor.flatten(0, 1)[None], list(packed.lengths), 1) for tensor in heads)
             attended = torch.cat([self._attend(text, window) for text in zip(*laid, strict=True)], 1)
         return attended.reshape(query.shape[:2].numel(), -1)
@@ -64,8 +58,7 @@ class CoreAttention(nn.Module):
                 scale=self.scale,
                 enable_gqa=True,
             )
-            with sdpa_kernel(KERNELS, set_priority=True):
-                attended = product(attention, query, key, value)
+            attended = product(attention, query, key, value)
         else:
             batch, groups, length, head = key.shape
             grouped = query.reshape(batch, groups, -1, length, head)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.model.fused import fused
+from precisionctl.trainer.model.kernels import gpu_kernels
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, TensorRanks
 
 CHUNK, CHUNK_ON_CPU = 1 << 24, 1 << 18
@@ -49,10 +49,13 @@ class _SummedLoss(torch.autograd.Function):
         ctx.real = min(max(vocab_size - first, 0), rows.shape[1])
         others = (wanted < first) | (wanted >= first + ctx.real)  # that are no column of this rank's
         mine = (wanted - first).masked_fill(others, 0)
-        here = torch.empty(len(rows), device=rows.device)
-        for chunk in _chunks(rows):
-            here[chunk] = _log_sums(rows[chunk, : ctx.real])
-        of_targets = _of_targets(rows, mine) if ctx.real else torch.zeros_like(here)
+        if rows.is_cuda and (kernels := gpu_kernels()):
+            here = kernels.log_sums(rows, ctx.real)
+        else:
+            here = torch.empty(len(rows), device=rows.device)
+            for chunk in _chunks(rows):
+                here[chunk] = rows[chunk, : ctx.real].float().logsumexp(-1)
+        of_targets = rows.gather(1, mine[:, None]).squeeze(1).float()
         largest = ranks.all_reduce_max(here)
         whole = largest + ranks.all_reduce_sum((here - largest).exp()).log() if ranks.size > 1 else here
         ctx.save_for_backward(rows, mine, others, whole, ignored)
@@ -62,31 +65,17 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, mine, others, whole, ignored = ctx.saved_tensors
-        made = torch.zeros_like(rows) if ctx.real < rows.shape[1] else torch.empty_like(rows)
         weights = gradient.expand(len(rows)).masked_fill(ignored, 0)
+        if rows.is_cuda and (kernels := gpu_kernels()):
+            targets = mine.masked_fill(others, -1)
+            return kernels.logit_gradients(rows, whole, targets, weights, ctx.real), None, None, None, None
+        made = torch.zeros_like(rows) if ctx.real < rows.shape[1] else torch.empty_like(rows)
         for chunk in _chunks(rows):
-            _gradients(rows[chunk, : ctx.real], whole[chunk, None], weights[chunk, None], made[chunk, : ctx.real])
-        if ctx.real:
-            of_targets = (_of_targets(rows, mine) - whole).exp() + (others.float() - 1)
-            made.scatter_(1, mine[:, None], (of_targets * weights).to(made.dtype)[:, None])
+            part = rows[chunk, : ctx.real].to(torch.float32, copy=True).sub_(whole[chunk, None]).exp_()
+            if ctx.real:
+                part.scatter_add_(1, mine[chunk, None], others[chunk, None].float() - 1)
+            made[chunk, : ctx.real] = part.mul_(weights[chunk, None])
         return made, None, None, None, None
-
-
-def _of_targets(rows: Tensor, mine: Tensor) -> Tensor:
-    """FP32 `[tokens]`."""
-    return rows.gather(1, mine[:, None]).squeeze(1).float()
-
-
-@fused
-def _log_sums(rows: Tensor) -> Tensor:
-    """FP32 `[rows]`: the logarithm of the sum of exponentials."""
-    return rows.float().logsumexp(-1)
-
-
-@fused
-def _gradients(rows: Tensor, whole: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Into `out`, as if no column were the target."""
-    out.copy_(rows.to(torch.float32, copy=True).sub_(whole).exp_().mul_(weights))
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:

@@ -16,7 +16,7 @@ from precisionctl.model_parts import MoE
 from precisionctl.model_shape import Activation, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.fused import fused
+from precisionctl.trainer.model.kernels import gpu_kernels
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -39,33 +39,23 @@ class XIELU(nn.Module):
         self.eps = nn.Parameter(torch.full((1,), -1e-6, **full), requires_grad=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        return _xielu(values, self.alpha_p, self.alpha_n, self.beta, self.eps)
-
-
-@fused
-def _xielu(values: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    below = (torch.expm1(torch.minimum(values, eps)) - values) * (beta + F.softplus(alpha_n))
-    return torch.where(values > 0, F.softplus(alpha_p) * values * values, below) + beta * values
+        below = (torch.expm1(torch.minimum(values, self.eps)) - values) * (self.beta + F.softplus(self.alpha_n))
+        return torch.where(values > 0, F.softplus(self.alpha_p) * values * values, below) + self.beta * values
 
 
 def activate(values: Tensor, model: ModelShape) -> Tensor:
     """What is between the two linears. Rows of a gated linear_fc1: F of the gate, then F of the up projection."""
-    if model.gated_linear_unit:
-        return _gated(values, model.activation, model.activation_clamp, model.glu_offset)
-    return _activated(values, model.activation)
-
-
-@fused
-def _activated(values: Tensor, activation: Activation) -> Tensor:
-    return ACTIVATIONS[activation](values)
-
-
-@fused
-def _gated(values: Tensor, activation: Activation, clamp: float | None, offset: float) -> Tensor:
+    function = ACTIVATIONS[model.activation]
+    if not model.gated_linear_unit:
+        return function(values)
+    is_swiglu = model.activation == "silu" and model.activation_clamp is None and not model.glu_offset
+    if is_swiglu and values.is_cuda and (kernels := gpu_kernels()):
+        activated: Tensor = kernels.SwiGLU.apply(values)
+        return activated
     gate, up = values.chunk(2, -1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return ACTIVATIONS[activation](gate) * (up + offset if offset else up)
+    if model.activation_clamp is not None:
+        gate, up = gate.clamp(max=model.activation_clamp), up.clamp(-model.activation_clamp, model.activation_clamp)
+    return function(gate) * (up + model.glu_offset if model.glu_offset else up)
 
 
 class MLP(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer.model.fused import fused
+from precisionctl.trainer.model.kernels import gpu_kernels
 from precisionctl.trainer.transfers import to_device
 
 RopeScaling = Mapping[str, Any]
@@ -103,12 +103,14 @@ class _Turned(torch.autograd.Function):
         return _turn(gradient, cos, -sin), None, None
 
 
-@fused
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if heads.is_cuda and (kernels := gpu_kernels()):
+        turned: Tensor = kernels.turn(heads, cos, sin)
+        return turned
     pairs = cos.shape[-1]
     first, second = heads[..., : 2 * pairs].float().chunk(2, -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
-    return turned if 2 * pairs == heads.shape[-1] else torch.cat([turned, heads[..., 2 * pairs :]], -1)
+    made = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
+    return made if 2 * pairs == heads.shape[-1] else torch.cat([made, heads[..., 2 * pairs :]], -1)
 
 
 class Rope:

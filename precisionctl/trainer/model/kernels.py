@@ -1,0 +1,24 @@
+"""Whether Triton's kernels (`gpu_kernels.py`) can run here."""
+
+import warnings
+from functools import cache
+from types import ModuleType
+
+import torch
+
+
+@cache
+def gpu_kernels() -> ModuleType | None:
+    """The kernels. None where they cannot run: Triton comes with PyTorch for CUDA, and wants a C compiler and Python's
+    headers, of which a warning tells that they are missing."""
+    try:
+        from precisionctl.trainer.model import gpu_kernels as kernels
+    except ImportError:
+        return None
+    try:
+        kernels.log_sums(torch.zeros(1, 1, device="cuda"), 1)
+    except Exception as problem:  # whatever Triton, the compiler or the driver raises, PyTorch computes the same
+        why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+        warnings.warn(f"Triton cannot compile here, so training takes a fifth longer: {why}", stacklevel=2)
+        return None
+    return kernels
