@@ -203,6 +203,7 @@ def test_a_step_is_profiled_by_kinds_of_kernels() -> None:
         ("void at::native::unrolled_elementwise_kernel<direct_copy, LoadWithCast<1>>", "copies and elementwise"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies and elementwise"),
+        ("_swiglu_gradient", "our kernels"),
         ("a kernel of tomorrow", "other"),
     ],
 )

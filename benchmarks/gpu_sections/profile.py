@@ -29,6 +29,8 @@ from gpu_sections.common import (
     update,
     wait,
 )
+from precisionctl.precision import PRESETS
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
@@ -39,6 +41,7 @@ KINDS = {
     "GEMM": r"gemm|nvjet|xmma|cublas|cutlass|splitk|aten::(add)?b?mm\b|scaled_mm",
     "norms": r"norm|ln_(fwd|bwd)",
     "casts and transposes": r"transformer_engine|quantize|cast_|transpose|amax|swizzle",
+    "our kernels": r"^_(turn|swiglu|log_sums|logit_gradients)",
     "copies and elementwise": r"elementwise|reduce|cat|copy|memcpy|memset|fill|index|embedding|triton|aten::",
 }
 """By names of kernels, and the first that fits: attention's may be CUTLASS's, the optimizer takes a norm, and what is
@@ -59,6 +62,8 @@ def measure(place: Place, report: Report) -> None:
     for variant in ("fp8-delayed", "fp8-block"):
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant, "passes": PASSES}
         attempt(report, row, partial(accumulated, shape, variant, place))
+    row = {"shape": shape.name, "layers": shape.measured[1], "variant": "bf16", "recorder": True}
+    attempt(report, row, partial(recorded, shape, place))
     shape = min(shapes(place), key=lambda one: one.hidden)
     for variant in ("bf16", "fp8-delayed") if place.backend == "te" else ():  # nothing is launched in emulation
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant, "graphs": True}
@@ -141,6 +146,18 @@ def accumulated(shape: Shape, variant: str, place: Place) -> Row:
             found[name] = timed(step, place, repeats=4, warm=2, each=2)["seconds"]
         del model, optimizer, step
     return found
+
+
+def recorded(shape: Shape, place: Place) -> Row:
+    """Seconds of a step in BF16, and of one whose amaxes are collected."""
+    with alone(place):
+        model = gpt(shape.model(shape.measured[1]), place)
+        step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
+        plain = timed(step, place, repeats=3, warm=2, each=2)["seconds"]
+        with model.recorded_by(Recorder(PRESETS["fp8-delayed"], place.device)):
+            collecting = timed(step, place, repeats=3, warm=2, each=2)["seconds"]
+        del model, step
+    return {"plain": plain, "collecting": collecting}
 
 
 def _accumulate(

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
 STUCK = 60
 """Seconds after which a test that runs still says where it is, in the section's log."""
 
-PROCESSES = 6
+PROCESSES = 8
 """That share the GPU, where pytest-xdist is installed: a test waits for the host more than for the GPU."""
 
 
