@@ -1,4 +1,4 @@
-"""What we believe of Transformer Engine from its source: the rows of docs/scales.md, "What has not been proved"."""
+"""What we believe of Transformer Engine from its source: the rows of docs/scales.md, "What has been proved"."""
 
 import pickle
 
