@@ -310,6 +310,18 @@ def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, epsilon, step, mode,
             master[0].copy_(values)
 
 
+def multi_tensor_l2norm(chunk, noop, lists, per_tensor):
+    """multi_tensor_l2norm_kernel.cu: the norm of all tensors, `[1]`."""
+    assert not per_tensor, "not stood in for"
+    return torch.stack([values.float().norm() for values in lists[0]]).norm().view(1), None
+
+
+def multi_tensor_scale(chunk, noop, lists, scale):
+    """multi_tensor_scale_kernel.cu. Lists: what is scaled, and where the results go."""
+    for values, scaled in zip(*lists, strict=True):
+        scaled.copy_(values.float() * scale)
+
+
 def relu(values: Tensor, quantizer: Any) -> Any:
     return quantize(torch.relu(values), quantizer)
 

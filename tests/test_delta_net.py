@@ -1,6 +1,8 @@
 """Gated delta nets: the rule against a slow one, texts that share rows, and checkpoints whose bits all come back."""
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pico
 import pytest
@@ -95,6 +97,22 @@ def test_flash_linear_attention_is_asked_for_the_same_on_a_gpu_in_bf16(monkeypat
     assert asked == [(None, True)]
     gated_delta_rule(query, key, value.float().as_subclass(OnGpu), decay, beta)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("hopper", "from_3_4_0", "from_3_7_1", "taken"),
+    [(True, True, False, False), (True, False, False, True), (True, True, True, True), (False, True, False, True)],
+)
+def test_flash_linear_attention_is_not_asked_where_it_says_that_its_gradients_are_wrong(
+    hopper: bool, from_3_4_0: bool, from_3_7_1: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = object()
+    facts = {"IS_NVIDIA_HOPPER": hopper, "TRITON_ABOVE_3_4_0": from_3_4_0, "TRITON_ABOVE_3_7_1": from_3_7_1}
+    monkeypatch.setitem(sys.modules, "fla.utils", SimpleNamespace(**facts))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=kernel))
+    for package in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert delta_rule._flash_kernel.__wrapped__() is (kernel if taken else None)
 
 
 def test_gradients_of_the_rule_are_those_of_small_differences() -> None:

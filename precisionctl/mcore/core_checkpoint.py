@@ -4,17 +4,21 @@ under the name of any run of `resume`: the bundled trainer goes on from them, an
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
-from precisionctl.checkpoints.megatron.keys import COMPANIONS, directory_name
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, EXTRA_STATE, directory_name, expert_of, object_name
 from precisionctl.checkpoints.megatron.provider import describes, write_run_config
 from precisionctl.checkpoints.megatron.towers import TowersWriter
 from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8.extra_state_writer import ORDER
+from precisionctl.fp8.grouped import in_columns
 from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism
@@ -31,18 +35,24 @@ _CONTENT = {
 }
 """Megatron's metadata of how the optimizer is stored: by parameter, for any parallel sizes."""
 
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+"""What Transformer Engine takes for the `_extra_state` of a module without any."""
 
-def load(run: CoreRun, iteration: Path, updates: int | None) -> None:
-    """Load the weights of a `torch_dist` directory, and the optimizer after this number of `updates`; with None it
-    starts from the weights."""
+
+def load(run: CoreRun, source: TorchDistReader, updates: int | None) -> None:
+    """Load weights, the state of FP8 linears, and the optimizer after this number of `updates`; with None it starts
+    from the weights."""
     from megatron.core import dist_checkpointing
 
     wanted = _sharded_model(run)
     if updates is not None:
         wanted["core_optimizer"] = run.optimizer.sharded_state_dict(wanted, is_loading=True, metadata=_metadata())
-    loaded = dist_checkpointing.load(wanted, str(iteration))
+    loaded = dist_checkpointing.load(wanted, str(source.path))
     for stage, name in _named(run).items():
-        run.stages[stage].module.load_state_dict(loaded[name])
+        weights = {key: _NO_STATE if EXTRA_STATE in key else value for key, value in loaded[name].items()}
+        run.stages[stage].module.load_state_dict(weights)
+    if run.recipe.precision.keeps_state and source.fp8:
+        _set_fp8_states(run, source.fp8)
     if updates is None:
         run.optimizer.reload_model_params()
         return
@@ -95,6 +105,30 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
                 writer.finish(None)
             complete(output, run.step, sidecar_state, weight_encodings(plan.source), run.recipe.train.keep)
     run.world.barrier()
+
+
+def _set_fp8_states(run: CoreRun, states: Fp8States) -> None:
+    """Copy the states of linears into Transformer Engine's tensors. It refuses its own pickles of them, and Megatron
+    puts those of experts together wrongly if they were cut for another number of ranks (`fp8/grouped.py`)."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    for stage, sharded in zip(run.stages, _sharded_model(run).values(), strict=True):
+        recipe = get_fp8_recipe(stage.module.config)
+        for key, saved in sharded.items():
+            place, _, leaf = key.rpartition(".")
+            if leaf != EXTRA_STATE[1:]:  # a grouped linear also has `_extra_state1` and so on, of its further experts
+                continue
+            name = object_name(saved.unique_key) or ""
+            state, linear = states.modules.get(name.partition(EXTRA_STATE)[0]), stage.module.get_submodule(place)
+            if state is None or not state.of_gemm:
+                continue
+            if (first := expert_of(name)) is not None:
+                state = state.of_expert(slice(first, first + linear.num_gemms))
+            linear.fp8_meta["num_gemms"] = state.roles["weight"].scale.numel()
+            linear.init_fp8_meta_tensors(recipe)
+            for group, columns in zip(("scaling_fwd", "scaling_bwd"), in_columns(state, ORDER[2]), strict=True):
+                linear.fp8_meta[group].scale.copy_(columns.scale)
+                linear.fp8_meta[group].amax_history.copy_(columns.history)
 
 
 def _named(run: CoreRun) -> dict[int, str]:

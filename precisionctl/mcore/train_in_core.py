@@ -241,7 +241,7 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
 
 def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any], plan: RunPlan) -> None:
     saved = run_folder.read_same(newest, identity, plan.out)
-    core_checkpoint.load(run, newest.path, loading.trained_run(newest).updates)
+    core_checkpoint.load(run, newest, loading.trained_run(newest).updates)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
 
@@ -279,7 +279,7 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
 
 def _start(run: CoreRun, begin: _Begin) -> None:
     """Load the converted source, and remove it: the first checkpoint takes its room."""
-    core_checkpoint.load(run, TorchDistReader(begin.folder).path, begin.updates)
+    core_checkpoint.load(run, TorchDistReader(begin.folder), begin.updates)
     run.step, run.position = begin.step, begin.position
     run.world.barrier()
     if run.world.first:

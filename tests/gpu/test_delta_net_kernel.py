@@ -1,5 +1,7 @@
 """Gated delta nets by flash-linear-attention's kernel, and by the rule in plain PyTorch."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from te_pairs import sqnr
@@ -10,7 +12,9 @@ from precisionctl.trainer.model import delta_rule
 @pytest.mark.parametrize("length", [64, 200])
 def test_the_kernel_computes_the_rule_and_its_gradients(length: int) -> None:
     if delta_rule._flash_kernel() is None:
-        pytest.skip("flash-linear-attention is not installed: its wheel is to be carried")
+        if find_spec("fla") is None:
+            pytest.skip("flash-linear-attention is not installed: its wheel is to be carried")
+        pytest.skip("flash-linear-attention says that its gradients are wrong on Hopper with Triton 3.4.0 to 3.7.0")
     heads = [torch.randn(2, length, count, 64, device="cuda").bfloat16() for count in (2, 2, 4)]
     decay, beta = -torch.rand(2, length, 4, device="cuda"), torch.rand(2, length, 4, device="cuda")
     gradient, made = torch.randn(2, length, 4, 64, device="cuda"), []

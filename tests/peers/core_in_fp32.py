@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -53,7 +54,7 @@ def main(folder: Path, keys: list[str]) -> None:
             execute(plan_command(Request(folder / "source", folder / "start", "megatron")), ranks=ranks)
             world.barrier()
             run = CoreRun(recipe, plan.model, rows, world, None, plan.balance, te=False, dtype=torch.float32)
-            core_checkpoint.load(run, folder / "start" / "release", None)
+            core_checkpoint.load(run, TorchDistReader(folder / "start"), None)
             core = [run.update().loss for _ in range(recipe.train.steps)]
             skip_one(run)
     if ranks.first:

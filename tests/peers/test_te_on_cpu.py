@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import te_core
 
 TESTS = Path(__file__).parents[1]
 WHEELS = ("transformer_engine==2.20.2", "einops", "pydantic")
@@ -103,3 +104,25 @@ def test_tensor_ranks_on_te_s_own_python_are_one_process_and_those_that_are_emul
             assert len(found["amaxes"]) == (24 if "delayed" in case else 0)
             for name, share in found["amaxes"].items():
                 assert share <= (2**-4 if name.endswith("grad_output") else 0), (case, name)
+
+
+@pytest.mark.parametrize("family", te_core.FAMILIES)
+def test_megatron_core_trains_on_te_s_own_python_from_recorded_state_and_goes_on(
+    site: Path, tmp_path: Path, family: str
+) -> None:
+    """As the bundled trainer under delayed scaling; and from what it has saved itself, to the last bit."""
+    te_core.make(tmp_path, family)
+    run(site, str(TESTS / "te_core.py"), str(tmp_path))
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses["core"] == pytest.approx(losses["bundled"], rel=0.01)
+    assert len(losses["on"]) == 3 and losses["core"][3:] == losses["on"]
+
+
+def test_ranks_that_share_experts_begin_with_the_state_of_theirs(site: Path, tmp_path: Path) -> None:
+    """The source's is cut for one rank, and Megatron itself would put pieces of several experts into one."""
+    te_core.make(tmp_path, "qwen3-moe")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run(site, *torchrun, str(TESTS / "te_core.py"), str(tmp_path))
+    for rank in range(2):
+        same = json.loads((tmp_path / f"states.{rank}.json").read_text())
+        assert len(same) == 8 and all(same.values()), same

@@ -1,5 +1,5 @@
 """The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3); or on a GPU, in BF16, by
-flash-linear-attention where that is installed.
+flash-linear-attention where that is installed and its gradients are right.
 
 Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)` and learns by a step of size `b` to give
 the value `v` for the key `k`: `S' = exp(g) S`, then `S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps
@@ -50,10 +50,15 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
 @cache
 def _flash_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """The same function: of log decays, queries scaled by the root of their size, heads grouped alike, and lengths with
-    the same epsilon (0.6.0, ops/gated_delta_rule/chunk.py)."""
+    the same epsilon (0.6.0, ops/gated_delta_rule/chunk.py). None without the package, and where it says that its
+    gradients are wrong: there its backward raises, unless tilelang takes it over, which it does for some shapes only
+    (ops/common/chunk_o.py, chunk_bwd_dqkwg)."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
     except ImportError:
+        return None
+    if IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
         return None
     rule: Callable[..., tuple[Tensor, Tensor | None]] = chunk_gated_delta_rule
     return rule
