@@ -31,7 +31,7 @@ def pairs(device: str, dtype: torch.dtype) -> Iterator[Pair]:
             expected = rotate(query, Positions(angles.cos(), angles.sin(), None, None, (2, 9)), interleaved=False)
             yield f"rope, {turning} pairs of {size}", kernel.cpu(), expected
     values, gradient = torch.randn(3, 5, 3000).to(dtype), torch.randn(3, 5, 1500).to(dtype)
-    on_device, here = values.to(device).requires_grad_(), values.requires_grad_()
+    on_device, here = values.to(device, copy=True).requires_grad_(), values.requires_grad_()
     kernel, expected = gpu_kernels.SwiGLU.apply(on_device), activate(here, MODEL)
     kernel.backward(gradient.to(device))
     expected.backward(gradient)

@@ -158,8 +158,13 @@ class TransformerEngineBackend:
         sizes = model.kv_channels, model.kv_channels
         if mla:
             sizes = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
-        if any(size % 8 or size > 256 for size in sizes):
-            return None  # cuDNN has no kernel for these heads, and what TE takes instead holds all scores
+        # Where cuDNN has no kernel, TE would hold all scores
+        major, _ = torch.cuda.get_device_capability(self.device)
+        if self.dtype == torch.float32 or major < 9:
+            return None  # before Hopper none for packed texts
+        largest = 256 if major == 9 else 128
+        if sizes != (192, 128) and any(size % 8 or size > largest for size in sizes):
+            return None
         return Attention(
             model.num_attention_heads // ranks,
             sizes,

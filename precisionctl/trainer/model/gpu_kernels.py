@@ -1,9 +1,12 @@
 """One Triton kernel each for what PyTorch computes by many: rotary embedding, SwiGLU, cross entropy.
 
-A kernel rounds to BF16 where the PyTorch operations do that it stands for, and makes no fused multiply-adds. So on
-BF16 tensors both give the same bits, but for exponentials, of which Triton's differ in FP32's last bits.
+A kernel rounds to BF16 where the PyTorch operations do that it stands for. Rotary embedding, which makes no fused
+multiply-adds either, has all their bits; exponentials and quotients differ in FP32's last ones.
+
+Raise RuntimeError where a graph of their own gradients is asked for (`create_graph=True`): there is none.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +18,13 @@ _HEADS, _CHANNELS, _LOGITS = 16, 1024, 4096
 """Numbers along a dimension that a program of a kernel takes at a time."""
 
 
+def _launching(*operands: Tensor) -> AbstractContextManager[object]:
+    """Around a launch, which Triton makes on the current device."""
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise RuntimeError("Triton's kernels have no second derivatives")
+    return torch.cuda.device(operands[0].device) if operands[0].is_cuda else nullcontext()
+
+
 def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rope over pairs (i, i + P) of `[B, S, heads, D]`; `cos` and `sin` FP32 `[S, 1, P]` or `[B, S, 1, P]`."""
     batch, length, number, size = heads.shape
@@ -23,21 +33,22 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty((batch, length, number, size), dtype=heads.dtype, device=heads.device)
     pairs = cos.shape[-1]
     at_once = min(_HEADS, triton.next_power_of_2(number))
-    _turn[batch * length, triton.cdiv(number, at_once)](
-        heads,
-        cos,
-        sin,
-        out,
-        length,
-        number,
-        *heads.stride()[:3],
-        PAIRS=pairs,
-        SIZE=size,
-        PAIRS_BLOCK=triton.next_power_of_2(pairs),
-        REST_BLOCK=triton.next_power_of_2(max(size - 2 * pairs, 1)),
-        HEADS=at_once,
-        enable_fp_fusion=False,
-    )
+    with _launching(heads):
+        _turn[batch * length, triton.cdiv(number, at_once)](
+            heads,
+            cos,
+            sin,
+            out,
+            length,
+            number,
+            *heads.stride()[:3],
+            PAIRS=pairs,
+            SIZE=size,
+            PAIRS_BLOCK=triton.next_power_of_2(pairs),
+            REST_BLOCK=triton.next_power_of_2(max(size - 2 * pairs, 1)),
+            HEADS=at_once,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -59,7 +70,7 @@ def _turn(
     HEADS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
     source = heads + (token // length) * batch_stride + (token % length) * place_stride + head * head_stride
     target = out + (token * number + head) * SIZE
     pair = tl.arange(0, PAIRS_BLOCK)[None, :]
@@ -86,18 +97,20 @@ class SwiGLU(torch.autograd.Function):
         size = values.shape[-1] // 2
         out = torch.empty((*values.shape[:-1], size), dtype=values.dtype, device=values.device)
         if out.numel():  # experts may have no tokens
-            _swiglu[out.numel() // size, triton.cdiv(size, _CHANNELS)](values, out, size, BLOCK=_CHANNELS)
+            with _launching(values):
+                _swiglu[out.numel() // size, triton.cdiv(size, _CHANNELS)](values, out, size, BLOCK=_CHANNELS)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
         size = values.shape[-1] // 2
-        made = torch.empty_like(values)
-        if made.numel():
+        out = torch.empty_like(values)
+        if out.numel():
             grid = gradient.numel() // size, triton.cdiv(size, _CHANNELS)
-            _swiglu_gradient[grid](values, gradient.contiguous(), made, size, BLOCK=_CHANNELS, enable_fp_fusion=False)
-        return made
+            with _launching(values, gradient):
+                _swiglu_gradient[grid](values, gradient.contiguous(), out, size, BLOCK=_CHANNELS)
+        return out
 
 
 @triton.jit
@@ -113,7 +126,7 @@ def _swiglu(values, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_gradient(values, gradient, made, size, BLOCK: tl.constexpr):
+def _swiglu_gradient(values, gradient, out, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
@@ -125,14 +138,16 @@ def _swiglu_gradient(values, gradient, made, size, BLOCK: tl.constexpr):
     silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     of_silu = (passed * up).to(gate.dtype).to(tl.float32)
     of_gate = of_silu * sigmoid * (1 + wide * (1 - sigmoid))
-    tl.store(made + row * 2 * size + column, of_gate, mask=mask)
-    tl.store(made + row * 2 * size + size + column, passed * silu, mask=mask)
+    tl.store(out + row * 2 * size + column, of_gate, mask=mask)
+    tl.store(out + row * 2 * size + size + column, passed * silu, mask=mask)
 
 
 def log_sums(rows: Tensor, size: int) -> Tensor:
     """FP32 `[tokens]`: the logarithm of the sum of the exponentials of each row's first `size` logits."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = torch.empty(len(rows), device=rows.device)
-    _log_sums[(len(rows),)](rows, out, rows.stride(0), SIZE=size, BLOCK=_LOGITS, num_warps=8)
+    with _launching(rows):
+        _log_sums[(len(rows),)](rows, out, rows.stride(0), SIZE=size, BLOCK=_LOGITS, num_warps=8)
     return out
 
 
@@ -145,6 +160,7 @@ def _log_sums(rows, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         logits = tl.load(rows + row * stride + start + column, mask=start + column < SIZE, other=-float("inf"))
         largest = tl.maximum(largest, logits.to(tl.float32))
     top = tl.max(largest, 0)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)  # infinity less infinity is no number
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, SIZE, BLOCK):
         logits = tl.load(rows + row * stride + start + column, mask=start + column < SIZE, other=-float("inf"))
@@ -155,21 +171,25 @@ def _log_sums(rows, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def logit_gradients(rows: Tensor, log_sums: Tensor, targets: Tensor, weights: Tensor, size: int) -> Tensor:
     """Of losses times `weights`, FP32 `[tokens]`, in the dtype of `rows`: of the first `size` logits, as
     `log_sums` has them, and zeros. `targets` are columns, or -1."""
-    made = torch.zeros_like(rows) if size < rows.shape[1] else torch.empty_like(rows)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = torch.zeros_like(rows) if size < rows.shape[1] else torch.empty_like(rows)
     if size:
-        grid = len(rows), triton.cdiv(size, _LOGITS)
-        _logit_gradients[grid](
-            rows, log_sums, targets, weights, made, size, rows.stride(0), made.stride(0), BLOCK=_LOGITS, num_warps=8
-        )
-    return made
+        grid, strides = (len(rows), triton.cdiv(size, _LOGITS)), (rows.stride(0), out.stride(0))
+        with _launching(rows, weights):
+            _logit_gradients[grid](
+                rows, log_sums, targets, weights, out, *strides, SIZE=size, BLOCK=_LOGITS, num_warps=8
+            )
+    return out
 
 
 @triton.jit
-def _logit_gradients(rows, log_sums, targets, weights, made, size, stride, made_stride, BLOCK: tl.constexpr):
+def _logit_gradients(
+    rows, log_sums, targets, weights, out, stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < size
+    mask = column < SIZE
     logits = tl.load(rows + row * stride + column, mask=mask).to(tl.float32)
     shares = tl.exp(logits - tl.load(log_sums + row))
     target = (column == tl.load(targets + row)).to(tl.float32)
-    tl.store(made + row * made_stride + column, (shares - target) * tl.load(weights + row), mask=mask)
+    tl.store(out + row * out_stride + column, (shares - target) * tl.load(weights + row), mask=mask)

@@ -17,8 +17,10 @@ def gpu_kernels() -> ModuleType | None:
         return None
     try:
         kernels.log_sums(torch.zeros(1, 1, device="cuda"), 1)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:  # whatever Triton, the compiler or the driver raises, PyTorch computes the same
         why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
-        warnings.warn(f"Triton cannot compile here, so training takes a fifth longer: {why}", stacklevel=2)
+        warnings.warn(f"Triton's kernels do not run here, so training takes longer: {why}", stacklevel=2)
         return None
     return kernels
