@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-GPU_CALLS := gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+GPU_CALLS := gpu-1 gpu-2 gpu-3 gpu-4
 .PHONY: demo test lint docs bench gpu $(GPU_CALLS) peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
@@ -27,16 +27,15 @@ bench: $(READY)  ## for a quiet machine with 20 GB of disk: prints numbers and p
 	for script in startup largest_batch switch; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 RESULTS := benchmarks/results
-gpu: $(GPU_CALLS)  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: five calls of under six minutes, and the tables
-	$(PYTHON) benchmarks/gpu.py --merge $(RESULTS)/gpu-[1-5].json --out $(RESULTS)/gpu.json
+gpu: $(GPU_CALLS)  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: four calls of under six minutes, and the tables
+	$(PYTHON) benchmarks/gpu.py --merge $(RESULTS)/gpu-[1-4].json --out $(RESULTS)/gpu.json
 	$(PYTHON) benchmarks/gpu.py --table $(RESULTS)/gpu.json --into docs/benchmarks.md
-	rm $(RESULTS)/gpu-[1-5].json
+	rm $(RESULTS)/gpu-[1-4].json
 
-gpu-1: SECTIONS := tests,truth
-gpu-2: SECTIONS := speed,core
-gpu-3: SECTIONS := curves,profile
-gpu-4: SECTIONS := products,serving
-gpu-5: SECTIONS := peers,casts
+gpu-1: SECTIONS := tests,truth,curves,profile
+gpu-2: SECTIONS := speed,core,products
+gpu-3: SECTIONS := serving
+gpu-4: SECTIONS := peers,casts
 $(GPU_CALLS):
 	-$(PYTHON) benchmarks/gpu.py --sections $(SECTIONS) $(if $(LIMIT),--limit $(LIMIT)) --out $(RESULTS)/$@.json
 

@@ -8,7 +8,7 @@ Each section is a process of its own with a budget of seconds, and reports row b
 second, and of a section that fails or runs out of time those that it had, and its failure. What measures no time comes
 first, all at once; then the others have the GPU to themselves. A call ends before its limit, of six minutes if nothing
 else is said: a section for which no time is left is told, and wants a call of its own.
-`make gpu` makes all of them, in five calls, `gpu-1` to `gpu-5`, so that two calls fit a machine that is lent for a
+`make gpu` makes all of them, in four calls, `gpu-1` to `gpu-4`, so that two calls fit a machine that is lent for a
 quarter of an hour. `--small` runs the same code on a CPU, emulated, in a few minutes: its numbers say nothing. Without
 a GPU and without `--small` nothing is measured. The tables are printed, or put between the two marks `gpu` of a
 document.
@@ -35,13 +35,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "tests": 260,
-    "truth": 70,
-    "speed": 280,
+    "tests": 220,
+    "truth": 100,
+    "curves": 220,
+    "profile": 110,
+    "speed": 200,
     "core": 50,
-    "curves": 200,
-    "profile": 100,
-    "products": 60,
+    "products": 80,
     "serving": 200,
     "peers": 190,
     "casts": 150,

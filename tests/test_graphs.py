@@ -48,6 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
         ({"family": "mixtral"}, "the sizes of the experts' GEMMs"),
         ({"family": "gemma4-small"}, "takes more than the hidden states"),
         ({"train": {"recompute": "layer"}}, "train.recompute computes"),
+        ({"data": {"sequence_length": 1000}}, "rows of a multiple of 128 tokens"),
         ({"rows": "conversations"}, "another shape in each pass"),
         ({"rows": "both"}, "another shape in each pass"),
         ({}, None),
@@ -60,6 +61,7 @@ def test_a_run_is_refused_with_the_reason(
     changes: dict[str, Any], reason: str | None, rows: dict[str, Rows | Blend]
 ) -> None:
     recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
+    recipe = replace(recipe, data=replace(recipe.data, **changes.get("data", {})))
     model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
     with pytest.raises(RecipeError, match=reason) if reason else nullcontext():
         check_graphs(recipe, model, changes.get("backend", "te"), changes.get("ranks", 1))

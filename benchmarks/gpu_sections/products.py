@@ -3,7 +3,7 @@ attention by itself.
 
 At the tokens of a training step, and at the batches of decoding. What an export computes is among them: one scale for
 a tensor is `static`, one for each row `channel`; decibels are those to the product of the decoded values in FP32.
-Attention is the trainer's: PyTorch's, whose window is a mask, and TE's over packed rows, whose window is its own.
+Attention is the trainer's, over rows and over packed rows.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ def measure(place: Place, report: Report) -> None:
             attempt(report, row, partial(of_layer, shape, preset, place))
     grouped = min(shapes(place), key=lambda one: one.groups)
     for window in (None, grouped.length // 4):
-        for by in ("PyTorch", "packed"):
+        for by in ("rows", "packed rows"):
             row = {"shape": grouped.name, "attention": by, "window": window}
-            attempt(report, row, partial(of_attention, grouped, window, by == "packed", place))
+            attempt(report, row, partial(of_attention, grouped, window, by == "packed rows", place))
 
 
 Product = tuple[Callable[[], Tensor], Tensor | None]

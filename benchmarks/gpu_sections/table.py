@@ -199,7 +199,7 @@ def _products(rows: list[Row]) -> str:
         )
         for row in attention
     ]
-    heads = ("shape", "attention by", "window", "ms, forward and backward", "memory")
+    heads = ("shape", "attention over", "window", "ms, forward and backward", "memory")
     return gemms + "\n\nOne layer's attention:\n\n" + _table(heads, layers)
 
 

@@ -121,6 +121,9 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
     return made
 
 
+GRAPH_ROW = 128
+
+
 def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:
     """Raise RecipeError, with the reason, if `train.graphs` is set and the layers of a run on this many ranks cannot be
     captured as CUDA graphs: a graph is replayed with fixed shapes and without help of the host."""
@@ -132,6 +135,11 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
             model.num_kv_shared_layers or model.per_layer_embed_dim
         ),
         "train.recompute computes layers again outside of them": recipe.train.recompute != "none",
+        # TE then computes attention without cuDNN up to 9.15, holds all scores, and rounds otherwise (fused_attn.cpp,
+        # nvte_get_fused_attn_backend_v2)
+        f"attention in a graph wants rows of a multiple of {GRAPH_ROW} tokens": bool(
+            recipe.data.sequence_length % GRAPH_ROW
+        ),
     }
     _refuse_graphs(recipe, [reason for reason, holds in reasons.items() if holds])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import contents, losses, make_place, settings
+from training import contents, losses, make_place, make_text, settings
 
 from precisionctl.trainer import loop
 from precisionctl.trainer.resume import resume
@@ -17,11 +17,14 @@ pytestmark = pytest.mark.usefixtures("same_order")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("runs"))
+    folder = make_place(tmp_path_factory.mktemp("runs"))
+    make_text(folder / "text.txt", words=5000)
+    return folder
 
 
 def run(place: Path, out: Path, **changes: Any) -> None:
     asked = {"train__save_every": 6, "train__batch_size": 4, "train__micro_batch_size": 2, "train__eval_every": 9}
+    asked |= {"data__sequence_length": 128}
     made = settings(place / "source", place / "text.txt", out, changes.pop("precision", "fp8"), **asked | changes)
     resume(replace(made, backend="te"), lambda started: None, lambda step: None)
 

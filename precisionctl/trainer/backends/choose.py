@@ -28,12 +28,12 @@ def choose_backend(
         return "emulated"
     if problem:
         raise EnvironmentProblem(
-            f"Transformer Engine cannot run FP8 here: {problem}",
+            f"Transformer Engine cannot run FP8 here: {problem.rstrip('.')}",
             do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
         )
     if precision.fp8 and (problem := _te_recipe_problem(precision)):
         raise EnvironmentProblem(
-            f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem}",
+            f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem.rstrip('.')}",
             do="Choose another scaling, or use `--backend emulated`, which is slow.",
         )
     return "te"
