@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": LLAMA_3_1},
     "qwen3-moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
 }
-KEYS: dict[str, Any] = {"train__steps": 6, "train__save_every": 3, "train__keep": 2}
+KEYS: dict[str, Any] = {"train__steps": 6, "train__save_every": 3, "train__keep": 2, "optimizer__lr": 0.001}
 OF_EXPERTS = {"router__pooled_loss": 0, "router__aux_loss": 0.01}
 
 

@@ -114,7 +114,7 @@ def test_megatron_core_trains_on_te_s_own_python_from_recorded_state_and_goes_on
     te_core.make(tmp_path, family)
     run(site, str(TESTS / "te_core.py"), str(tmp_path))
     losses = json.loads((tmp_path / "losses.json").read_text())
-    assert losses["core"] == pytest.approx(losses["bundled"], rel=0.01)
+    assert losses["core"] == pytest.approx(losses["bundled"], rel=0.003)
     assert len(losses["on"]) == 3 and losses["core"][3:] == losses["on"]
 
 
