@@ -24,7 +24,7 @@ MEGATRON = tuple(
 )
 LATE = (
     *("in_memory", "pico", "training", "torch.distributed.checkpoint._fsspec_filesystem"),
-    *("torch.profiler._cupti_monitor", "torch.utils.serialization", "torch.utils.tensorboard"),
+    *("torch.utils.serialization", "torch.utils.tensorboard"),
     *("precisionctl.cli", "precisionctl.console", "precisionctl.reports.run", "precisionctl.calibration.calibrate"),
     *("precisionctl.mcore.train_in_core", "precisionctl.trainer.resume", "precisionctl.trainer.backends.emulated"),
 )
