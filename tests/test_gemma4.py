@@ -168,15 +168,16 @@ def test_layers_without_keys_to_share_are_damage(changes: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("shared", [0, 1, 3])
 def test_a_layer_reads_the_keys_of_the_last_of_its_kind_that_has_any(shared: int) -> None:
-    """The judge is the class, which says which layers store theirs."""
+    """The judge is the class, whose layers say which of them store theirs."""
     told = AutoConfig.for_model(**SMALL | {"num_kv_shared_layers": shared})
     model = from_hf_config(told.to_dict())
-    modes = told.kv_sharing_modes
-    assert [model.shares_kv(layer) for layer in range(6)] == [mode == "reuse" for mode in modes]
+    with torch.device("meta"):
+        theirs = [layer.self_attn for layer in AutoModelForCausalLM.from_config(told).model.layers]
+    assert [model.shares_kv(layer) for layer in range(6)] == [each.is_kv_shared_layer for each in theirs]
     for layer in range(6):
         source = model.kv_layer(layer)
         assert model.in_window(layer) == model.in_window(source)
-        assert modes[source] == "store" if model.shares_kv(layer) else source == layer
+        assert theirs[source].store_full_length_kv if model.shares_kv(layer) else source == layer
 
 
 @pytest.mark.parametrize(
