@@ -17,10 +17,10 @@ from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import TENSORS, used
 
-if (
-    "mistral4" in CONFIG_MAPPING
-):  # it is published within Mistral 3's wrapper alone, and so has no name of its own there
-    AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], transformers.Mistral4ForCausalLM, exist_ok=True)
+if "mistral4" in CONFIG_MAPPING:
+    # It is published within Mistral 3's wrapper alone, and so has no name of its own there. `register` of transformers
+    # 5.17 passes over classes of its own.
+    AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = transformers.Mistral4ForCausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -319,7 +319,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax-m2": {
         "model_type": "minimax_m2",
         "head_dim": 16,
-        "rotary_dim": 8,
+        "rotary_dim": 8,  # of released files; transformers 5.17 looks for the factor alone
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
     },
@@ -590,6 +591,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
                 "q_norm.weight"
             ):  # scores are not scaled: softmax would be all or none
                 tensor.mul_(0.25)
+            elif name.endswith("mlp.gate.weight") and not tensor.any():  # transformers 5.17 leaves ERNIE 4.5's at zero
+                tensor.normal_(std=config.initializer_range)
             elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
                 tensor.sub_(3)
     return as_its_config_says(model).to(dtype).eval()
