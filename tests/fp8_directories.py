@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pico
 import torch
-from compressed_tensors.quantization import disable_quantization
+from installed import judge
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 LAYOUTS = {  # exponent bits, mantissa bits, bias, bytes that are no number
     torch.float8_e4m3fn: (4, 3, 7, {0x7F, 0xFF}),
@@ -213,4 +213,6 @@ def decoded_by_transformers(directory: Path, dequantizing: Any) -> PreTrainedMod
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, quantization_config=dequantizing
         )
-    return model.apply(disable_quantization)  # transformers 5.17 goes on rounding inputs to FP8
+    if isinstance(dequantizing, CompressedTensorsConfig):  # transformers 5.17 goes on rounding inputs to FP8
+        model.apply(judge("compressed_tensors.quantization").disable_quantization)
+    return model

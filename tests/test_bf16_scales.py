@@ -6,7 +6,7 @@ import in_memory
 import pytest
 import torch
 from cache_states import with_cache_state
-from compressed_tensors.quantization import disable_quantization
+from installed import judge, need_loader
 from safetensors.torch import load_file
 from scoring import TOKENS, save
 from transformers import AutoModelForCausalLM
@@ -66,6 +66,7 @@ def test_each_scale_is_the_next_in_bf16_and_transformers_has_it_as_it_is_stored(
     plain, cache = source(tmp_path / "hf", family), {"kv_cache": "fp8"} if family == "llama-3" else {}
     exact = export(plain, tmp_path / "vllm", "vllm", scheme, **cache)
     made = export(plain, tmp_path / "out", "transformers", scheme, **cache)
+    need_loader(tmp_path / "out")
     values, seen = load_file(plain / "model.safetensors"), 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     loaded = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -88,12 +89,14 @@ def test_each_scale_is_the_next_in_bf16_and_transformers_has_it_as_it_is_stored(
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_transformers_decodes_to_the_values_that_were_meant(tmp_path: Path, scheme: str) -> None:
     """Its logits in BF16 are, to the bit, those of what an export decodes to; of one for vLLM they are others."""
+    quantization = judge("compressed_tensors.quantization")
     plain, same = source(tmp_path / "hf", "llama-3"), {}
     for target in ("transformers", "vllm"):
         out, decoded = tmp_path / target, tmp_path / f"{target} decoded"
         export(plain, out, target, scheme)
         execute(plan_command(Request(out, decoded, "hf", "bf16")))
-        theirs = AutoModelForCausalLM.from_pretrained(out).apply(disable_quantization)  # inputs stay what they are
+        theirs = AutoModelForCausalLM.from_pretrained(out)
+        theirs.apply(quantization.disable_quantization)  # inputs stay what they are
         expected = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.bfloat16)
         same[target] = torch.equal(theirs(TOKENS).logits, expected(TOKENS).logits)
     assert same == {"transformers": True, "vllm": False}

@@ -13,6 +13,7 @@ import pico
 import pytest
 import torch
 from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
+from installed import BEFORE_5_23
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -499,6 +500,7 @@ def test_patterns_as_people_write_them_are_judged(pattern: str, matching: bool):
     assert BY_NAME_OR_REGEX.of([f"re:{pattern}"])("model.layers.1.mlp.experts.12.up_proj") == matching
 
 
+@pytest.mark.skipif(BEFORE_5_23, reason="before transformers 5.23 an entry took longer names that start with it too")
 def test_a_list_means_what_it_means_to_transformers() -> None:
     parts = ("model", "layers", "1", "11", "mlp", "experts", "gate", "gate_up_proj", "lm_head", "proj")
     draw = random.Random(0)

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from fp8_directories import decoded_by_transformers
+from installed import judge, need_loader
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS, WORDS, in_fp32, rows_of, save
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -201,6 +200,7 @@ def exported(tmp_path, request):
 
 
 def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decoding(exported):
+    need_loader(exported)
     reader = HuggingFaceReader(exported)
     plan = make_plan(reader, "megatron", dtype=DType.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
@@ -213,6 +213,7 @@ def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decodi
 
 def test_fp8_engines_are_simulated_as_compressed_tensors_does_it(exported):
     """transformers runs the linears on inputs that compressed-tensors rounds to FP8 and back."""
+    need_loader(exported)
     model, precision = load(HuggingFaceReader(exported))
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     plain = decoded_by_transformers(exported, CompressedTensorsConfig(dequantize=True))
@@ -226,6 +227,7 @@ def test_fp8_engines_are_simulated_as_compressed_tensors_does_it(exported):
 
 def test_kl_of_an_export_is_that_of_compressed_tensors_simulation_in_transformers(exported, text):
     """With an output layer that makes some tokens likelier than others, as training does."""
+    need_loader(exported)
     paths = exported, exported.parent / "source"
     for path in paths:
         in_fp32(path, output=40.0)
@@ -421,9 +423,12 @@ def test_a_tokens_scale_is_its_amax_over_448_but_never_below_the_engines_floor(t
 
 def fake_quantized(module: torch.nn.Module, values: torch.Tensor, **how: Any) -> torch.Tensor:
     """Inputs of a module as compressed-tensors simulates four bits."""
-    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, **how)
-    module.quantization_status = QuantizationStatus.FROZEN
-    return forward_quantize(module, values, "input", args)
+    quantization = judge("compressed_tensors.quantization")
+    args = quantization.QuantizationArgs(num_bits=4, type="float", symmetric=True, **how)
+    module.quantization_status = quantization.QuantizationStatus.FROZEN
+    computing = judge("compressed_tensors.quantization.lifecycle.forward")
+    fake: torch.Tensor = computing.forward_quantize(module, values, "input", args)
+    return fake
 
 
 def rounded(inputs: InputQuantizer, values: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pico
 import pytest
 import torch
 from conversions import carry_out
+from installed import need_loader
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -140,9 +141,9 @@ def in_fp32(directory: Path) -> None:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("accelerate", reason="transformers loads no such directory without it")
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **SIZES[family])
     export(tmp_path / "hf", tmp_path / "out", "transformers")
+    need_loader(tmp_path / "out")
     in_fp32(tmp_path / "out")
     reader = HuggingFaceReader(tmp_path / "out")
     plan = make_plan(reader, "megatron", dtype=DType.float32)
@@ -182,6 +183,7 @@ def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Pat
     export(tmp_path / "hf", tmp_path / "out", "transformers")
     in_fp32(tmp_path / "out")
     respelled(tmp_path / "out")
+    need_loader(tmp_path / "out")
     model, precision = load(HuggingFaceReader(tmp_path / "out"))
     assert precision == "FP8 codes with dynamic per-128 input scales"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import Result
 from command_line import run
+from installed import need_loader
 from training import SMALL, WORDS, make_source
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +56,7 @@ def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(fa
             return
         assert done.exit_code == 0, done.stderr
         # as it is stored: transformers 5.17 leaves routers in BF16 where it is asked for FP32
+        need_loader(tmp_path / "fp8")
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).eval()(tokens).logits
     assert (theirs - ours).norm() < LOGITS_APART * ours.norm()
 

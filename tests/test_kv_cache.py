@@ -10,6 +10,7 @@ import pico
 import pytest
 import torch
 from cache_states import cached_amaxes, with_cache_state
+from installed import need_loader
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS, in_fp32, save
 from transformers import AutoModelForCausalLM
@@ -89,6 +90,7 @@ def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 def test_logits_are_those_of_compressed_tensors_own_cache_in_transformers(source: Path, tmp_path: Path) -> None:
     export(source, tmp_path / "out", "transformers", "dynamic")
+    need_loader(tmp_path / "out")
     in_fp32(tmp_path / "out")
     model, precision = load(HuggingFaceReader(tmp_path / "out"))
     assert precision == "FP8 codes with dynamic per-token input scales, FP8 KV cache"

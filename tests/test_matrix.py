@@ -8,8 +8,8 @@ from pathlib import Path
 import matrix
 import pytest
 import torch
-import transformers
 from fp8_directories import decoded_by_transformers
+from installed import BEFORE_5_23, need_loader
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, PreTrainedModel
 
@@ -27,10 +27,9 @@ ENGINES = engines()
 TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
 AS_VALUES = {"compressed-tensors": CompressedTensorsConfig, "fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config}
 
-BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-"""The checker's rules are those of 5.23. Of compressed-tensors 5.17 also takes scales of no dimension, decodes experts
-to BF16 whatever the model's dtype is, and does so with MXFP8, so that it computes with that in BF16 alone."""
 NEAR = 1e-3 if BEFORE_5_23 else 1e-4
+"""Of compressed-tensors transformers 5.17 also takes scales of no dimension, decodes experts to BF16 whatever the
+model's dtype is, and does so with MXFP8, so that it computes with that in BF16 alone."""
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +89,10 @@ def problem_of_transformers(directory: Path) -> object:
 @pytest.mark.parametrize("family", matrix.FAMILIES)
 @pytest.mark.parametrize(("method", "scheme"), matrix.SPELLINGS)
 def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_does_not(root, family, method, scheme):
-    if method in ("fp8", "mxfp8"):
-        pytest.importorskip("accelerate", reason="transformers loads no such directory without it")
     if BEFORE_5_23 and (method, scheme) == ("compressed-tensors", "mxfp8"):
         pytest.skip("transformers 5.17 computes with it in BF16 alone")
     directory = matrix.make(root, family, method, scheme)
+    need_loader(directory)
     problem = problem_of_transformers(directory)
     assert ("transformers" in refusing(directory)) == (problem is not None), problem
 
@@ -102,9 +100,9 @@ def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_d
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", matrix.CHANGES)
 def test_of_directories_that_others_might_write_transformers_takes_those_that_the_checker_does(root, name):
-    pytest.importorskip("accelerate", reason="transformers does not load all of them without it")
     if BEFORE_5_23 and name == "scales of no dimension":
         pytest.skip("transformers 5.17 takes them")
     directory = matrix.make_changed(root, name)
+    need_loader(directory)
     problem = problem_of_transformers(directory)
     assert ("transformers" in refusing(directory)) == (problem is not None), problem

@@ -16,6 +16,7 @@ from calibrating import HISTORY, asked
 from conversions import run
 from core_models import peer
 from gpt_models import VOCABULARY, as_gpt, backward, converted
+from installed import judge
 from safetensors import safe_open
 from te_pickles import of_module
 from te_states import trained
@@ -375,6 +376,7 @@ def test_a_model_that_torch_has_wrapped_or_sharded_is_recorded_as_itself(
 
 
 def test_transformers_trainer_records_by_a_callback(llama: Place, tmp_path: Path) -> None:
+    judge("accelerate", "transformers' Trainer asks for it")
     rows = [{"input_ids": row, "labels": row} for batch, _ in llama.batches for row in batch.tokens]
     arguments = TrainingArguments(
         str(tmp_path / "run"),
@@ -484,6 +486,7 @@ def test_experts_in_one_tensor_may_be_left_out(tmp_path: Path) -> None:
 
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge("accelerate", "transformers' Trainer asks for it")
     pico.save(tmp_path / "Qwen3-0.6B", "qwen3")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[1] / "docs" / "recorder.md").read_text(encoding="utf-8")
