@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from installed import judge
 from programs import MEGATRON, run_program
 from torch import Tensor
 
@@ -70,6 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def peer(directory: Path, jobs: list[dict[str, Any]], **sizes: int) -> None:
     """Run megatron-core on as many ranks as these sizes make: `tensor_parallel`, `pipeline_parallel`, ..."""
+    judge("psutil", "a save of megatron-core waits for ever without it")
     work = {"tensor_parallel": 1, "pipeline_parallel": 1, **sizes, "jobs": jobs}
     path = directory / f"jobs-{len(list(directory.glob('jobs-*.json')))}.json"
     path.write_text(json.dumps(work))

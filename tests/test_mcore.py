@@ -14,6 +14,7 @@ from core_models import logical, peer
 from judges import LLAMA_3_1
 from training import make_source, make_text, run, settings
 
+from precisionctl import errors
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
@@ -168,6 +169,12 @@ def test_the_bundled_trainer_points_to_megatron_core_for_pipelines(place: Path) 
 def test_without_megatron_core_the_error_says_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_in_core, "version", lambda name: "0.15.3")
     with pytest.raises(EnvironmentProblem, match=r"0.16 or newer, and 0.15.3 is.*precisionctl\[megatron\]"):
+        train_in_core.resume(in_core(place), print, print)
+
+
+def test_without_psutil_a_save_would_wait_for_ever(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "psutil" else object())
+    with pytest.raises(EnvironmentProblem, match=r"megatron-core needs psutil.*precisionctl\[megatron\]"):
         train_in_core.resume(in_core(place), print, print)
 
 

@@ -16,7 +16,7 @@ TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 def judge(top: Path, families: tuple[str, ...]) -> Path:
     """Each family as transformers has it, with its logits, and as megatron-core computes and saves what we wrote."""
     jobs = []
-    for family in families:
+    for family in (name for name in families if name not in pico.ABSENT):
         with torch.no_grad():
             torch.save(pico.save(top / family, family)(TOKENS).logits, top / f"{family}.expected.pt")
         run(top / family, top / f"{family}-ours", "megatron")
@@ -38,6 +38,8 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_computes(top: Path, family: str) -> None:
+    if family in pico.ABSENT:
+        pytest.skip(f"this transformers has no {family}")
     found = torch.load(top / f"{family}.found.pt")["logits"][..., :250]
     torch.testing.assert_close(found, torch.load(top / f"{family}.expected.pt"), rtol=0, atol=1e-5)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import SAVED_ARGS
+from installed import judge
 from mcore_legacy import local
 from mcore_optimizer import BATCH, SCHEDULES, WAYS
 from programs import MEGATRON, run_program
@@ -37,6 +38,7 @@ GOING_ON = {"load": "full", "train__steps": 8, "train__save_every": 3, "train__b
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What megatron-core saved after an update, for each way to store its optimizer; and a text with its tokens."""
+    judge("psutil", "a save of megatron-core waits for ever without it")
     folder = make_place(tmp_path_factory.mktemp("megatron"))
     (folder / "args.json").write_text(json.dumps(SAVED_ARGS))
     program = Path(__file__).with_name("mcore_optimizer.py")

@@ -16,7 +16,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.ranks import Ranks
-from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture
+from precisionctl.errors import EnvironmentProblem, RecipeError, UnknownArchitecture, require_package
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.mcore import core_checkpoint
@@ -83,7 +83,8 @@ CORE = TrainingEngine(_check, look_ahead_in_core)
 
 
 def require_core() -> None:
-    """Raise EnvironmentProblem if there is no megatron-core that this can use."""
+    """Raise EnvironmentProblem if there is no megatron-core that this can use, or no psutil: processes that write its
+    checkpoints ask for that, end without it, and are waited for (megatron-core 0.16.1, filesystem_async.py)."""
     needed = ".".join(map(str, _OLDEST))
     try:
         found = version("megatron-core")
@@ -94,6 +95,7 @@ def require_core() -> None:
             f"--engine megatron-core needs megatron-core {needed} or newer, and {found or 'none'} is installed",
             do="pip install 'precisionctl[megatron]'",
         )
+    require_package("psutil", "megatron", "a save of megatron-core")
 
 
 def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
