@@ -12,6 +12,7 @@ import numpy as np
 import pico
 import pytest
 import torch
+from installed import need_loader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -210,6 +211,7 @@ def test_what_cannot_be_is_refused_with_the_next_step(tmp_path: Path, sources: M
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4a16", "mxfp4", "w4a16"])
 def test_transformers_decodes_to_the_same_values(tmp_path: Path, sources: Mapping[str, Path], scheme: str) -> None:
     export(sources["llama-3"], tmp_path / "out", "transformers", scheme)
+    need_loader(tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     with torch.no_grad():
         logits = theirs(torch.arange(1, 30)[None]).logits
