@@ -114,6 +114,10 @@ def machine(small: bool) -> dict[str, Any]:
             found[package] = None
     found |= {"torch": torch.__version__, "cpus": os.cpu_count()}
     if torch.cuda.is_available():
+        with suppress(ImportError, RuntimeError, OSError):
+            from transformer_engine.pytorch.utils import get_cudnn_version  # before PyTorch loads its own
+
+            found["cudnn_of_te"] = ".".join(map(str, get_cudnn_version()))
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()

@@ -11,3 +11,5 @@ for wheel in .gpu/*.whl; do
     if [ -e "$wheel" ]; then python3 -m zipfile -e "$wheel" "$carried/site"; fi
 done
 export PYTHONPATH="$carried/site:$PWD"
+# Else Transformer Engine takes a cuDNN of the system, if there is one, beside PyTorch's
+export CUDNN_HOME="$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cudnn"

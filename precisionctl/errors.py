@@ -208,8 +208,20 @@ def meant(name: str, known: Iterable[str], alike: float = _NEAR) -> str:
     """Advice for a name that is none of the known ones: the one that was perhaps meant, at least so much `alike`; empty
     if there is none."""
     by_small = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_small, n=1, cutoff=alike)
-    return f"Did you mean {by_small[near[0]]}?" if near else ""
+    near = most_alike(name.lower(), by_small, alike)
+    return f"Did you mean {by_small[near]}?" if near else ""
+
+
+def most_alike(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known name that is most like this one, at least so much `alike` (0 to 1, as difflib counts: twice the letters
+    in common, divided by the letters of both); None if there is none.
+
+    Only names of a length that allows it are compared, as difflib takes seconds for a name of megabytes.
+    """
+    shortest = len(name) * alike / (2 - alike)
+    long_enough = [each for each in known if len(each) >= shortest]
+    near = difflib.get_close_matches(name, long_enough, n=1, cutoff=alike) if long_enough else []
+    return near[0] if near else None
 
 
 def nearest_path(path: Path) -> str:
@@ -221,8 +233,8 @@ def nearest_path(path: Path) -> str:
             beside = [each.name for each in islice(found, _MOST_BESIDE)]
     except OSError:  # the folder is not there, is a file, or is not ours to list
         return ""
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return one_line(f"Did you mean {path.parent / near[0]}?") if near else ""
+    near = most_alike(path.name, beside)
+    return one_line(f"Did you mean {path.parent / near}?") if near else ""
 
 
 def require_package(name: str, extra: str, what: str) -> None:

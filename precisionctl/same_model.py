@@ -16,6 +16,9 @@ TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp
 """Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
 and the other not, change no function, and no logits come from prediction layers."""
 
+USED = "used"
+"""The value of a part, such as experts, of which some layer makes use."""
+
 
 def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object, object]]:
     """Why the two are not the same model: each field by which they make another function of the same tensors, with the
@@ -30,25 +33,30 @@ def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object,
     return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
 
 
+def in_words(setting: object) -> str:
+    """A field's value in `differences`, for people."""
+    return "not used" if setting is None else str(setting)
+
+
 def used(model: ModelShape) -> dict[str, object]:
     """The fields that say what is computed, those of parts too; None where no layer uses one."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
     moe = model.moe.used() if model.moe else {}
     gdn = model.gdn.used() if model.gdn else {}
-    found |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(model.rope_scaling)}
-    found |= {"gdn": "some" if gdn else None, **gdn}
+    found |= {"moe": USED if moe else None, **moe, "rope_scaling": _used_scaling(model.rope_scaling)}
+    found |= {"gdn": USED if gdn else None, **gdn}
     if not any(map(model.has_dense_mlp, range(model.num_layers))):
         found["ffn_hidden_size"] = None
     for name in ("mla", "dsa", "mamba"):
         if part := getattr(model, name):
-            found |= {name: "some", **{f"{name}.{field}": value for field, value in vars(part).items()}}
+            found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:
         found |= dict.fromkeys(("num_query_groups", "kv_channels"))
     elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
         found["query_pre_attn_scalar"] = None
     windows = tuple(map(model.in_window, range(model.num_layers)))
     own = vars(model.global_attention) if model.global_attention and not all(windows) else {}
-    found |= {"global_attention": "some" if own else None}
+    found |= {"global_attention": USED if own else None}
     found |= {f"global_attention.{name}": value for name, value in own.items()}
     if own and not any(windows):
         found |= dict.fromkeys(own)

@@ -597,7 +597,7 @@ def test_of_a_full_folder_some_names_are_compared(tmp_path, monkeypatch):
     for number in range(9):
         (tmp_path / f"iter_{number}").touch()
     seen = []
-    monkeypatch.setattr(errors.difflib, "get_close_matches", lambda name, names, n: seen.extend(names) or [])
+    monkeypatch.setattr(errors.difflib, "get_close_matches", lambda name, names, **limits: seen.extend(names) or [])
     assert errors.nearest_path(tmp_path / "iter") == "" and len(seen) == 3
 
 

@@ -11,17 +11,19 @@ import pytest
 import torch
 from cache_states import cached_amaxes, with_cache_state
 from installed import need_loader
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scoring import TOKENS, in_fp32, save
 from transformers import AutoModelForCausalLM
 
+from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
-from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import PRESETS
@@ -197,6 +199,27 @@ def test_a_source_whose_scale_is_no_number_is_refused(source: Path, tmp_path: Pa
     save_file(stored, tmp_path / "out" / "model.safetensors")
     with pytest.raises(DamagedCheckpoint, match="k_scale holds a scale that is not a positive number"):
         export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic")
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_scales_of_a_layer_that_is_not_there_are_refused_like_any_tensor(source: Path, tmp_path: Path, to: str) -> None:
+    """As tensors of the source, and among the encodings that values have beside them."""
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    execute(plan_command(Request(tmp_path / "out", tmp_path / "values", to)))  # type: ignore[arg-type]
+    strange = {f"model.layers.2.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
+    save_file(stored | strange, tmp_path / "out" / "model.safetensors")
+    for precision in ("bf16", "fp8") if to == "hf" else ("bf16",):
+        wanted = Request(tmp_path / "out", tmp_path / "again", to, precision=precision)  # type: ignore[arg-type]
+        with pytest.raises(
+            UnmappedTensor, match=r"2 unexpected\n.*layers\.2\.self_attn\.k_scale\n.*2\.self_attn\.v_scale"
+        ):
+            plan_command(wanted)
+    (file,) = (tmp_path / "values").rglob(encodings_file.RELATIVE.name)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(load_file(file) | strange, file, metadata)
+    with pytest.raises(UnmappedTensor, match="2 unexpected"):
+        plan_command(Request(tmp_path / "values", tmp_path / "again", "hf", precision="fp8"))
 
 
 BROKEN = {

@@ -163,7 +163,8 @@ def test_every_other_package_that_is_imported_is_declared_in_pyproject():
         *(each for extra in extras if extra not in ("dev", "docs") for each in extras[extra]),
     ]
     declared = {re.split(r"[^\w-]", each)[0] for each in needed}
-    known = {"precisionctl", "transformer_engine_torch", *sys.stdlib_module_names, *declared}
+    with_others = {"transformer_engine_torch", "triton"}  # the latter with PyTorch for CUDA
+    known = {"precisionctl", *with_others, *sys.stdlib_module_names, *declared}
     others = {"pyyaml": "yaml", "flash-linear-attention": "fla", "megatron-core": "megatron"}
     known |= {name for package, name in others.items() if package in declared}
     strangers = {(unit_of(file), name) for file in FILES for name in imports(file) if name.split(".")[0] not in known}

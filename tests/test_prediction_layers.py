@@ -18,6 +18,7 @@ from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli.writing import next_step
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -27,6 +28,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.launch.frameworks import launch
 from precisionctl.precision import Precision
 from precisionctl.readiness.assess import assess
+from precisionctl.reports.inspect import describe, summary
 from precisionctl.trainer.measure.memory import Parameters
 from precisionctl.trainer.model.gpt import GPT
 
@@ -195,6 +197,19 @@ def test_nothing_is_said_of_a_prediction_layer_that_only_config_json_has(tmp_pat
     command = plan_command(request)
     assert command.reader.model.mtp_dense and not any("mtp_dense" in note for note in command.notes)
     assert "launch-args" in next_step(request, command, compared=False)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_inspect_tells_of_a_prediction_layer_that_is_there(tmp_path: Path, family: str) -> None:
+    published(tmp_path / "source", family)
+    pico.save(tmp_path / "bare", family, dtype=torch.bfloat16)
+    (tmp_path / "bare" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
+    execute(plan_command(Request(tmp_path / "source", tmp_path / "megatron", "megatron")))
+    for name in ("source", "megatron", "bare"):
+        description = describe(open_checkpoint(tmp_path / name))
+        layers, there = dict(summary(description).rows)["layers"], name != "bare"
+        assert layers.endswith("; 1 more of multi-token prediction") is there
+        assert description["model"]["mtp_num_layers"] == there
 
 
 @pytest.mark.parametrize("family", NAMES)

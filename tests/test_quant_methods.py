@@ -470,3 +470,12 @@ def test_scales_of_caches_and_of_attention_are_no_weights():
     stored = dict.fromkeys([*names, "model.layers.0.self_attn.o_proj.weight_scale"], ONE)
     assert list(cache_scales({"quantization_config": {"quant_method": "fp8"}}, stored)) == names
     assert cache_scales({}, stored) == {}
+
+
+@pytest.mark.parametrize("below", ["", "attn.", "k_proj.", "qkv_proj.", "mla_attn.mla_attn."])
+def test_scales_of_a_cache_are_of_an_attention_that_is_there(below):
+    there = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 10)]
+    there += ["model.layers.1.linear_attn.out_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+    scales = [f"model.layers.{layer}.self_attn.{below}k_scale" for layer in (0, 1, 2, 10, 11)]
+    found = cache_scales({"quantization_config": {"quant_method": "fp8"}}, dict.fromkeys(there + scales, ONE))
+    assert list(found) == [scales[0], scales[3]]

@@ -556,9 +556,13 @@ def test_what_experts_of_a_latent_size_do_not_compute_is_refused_by_name(change:
 # What Megatron-Core computes ------------------------------------------------------------------------------------------
 
 OTHERWISE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "longrope": ("phi3-long", {}, "rope_scaling longrope / none"),
-    "dynamic": ("llama-2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling dynamic / none"),
-    "llama3, another context": ("llama-3", {}, "rope_scaling llama3 / none"),
+    "longrope": ("phi3-long", {}, "rope_scaling longrope / not used"),
+    "dynamic": (
+        "llama-2",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_scaling dynamic / not used",
+    ),
+    "llama3, another context": ("llama-3", {}, "rope_scaling llama3 / not used"),
     "yarn, another magnitude": (
         "llama-2",
         {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 2.0}},
@@ -567,10 +571,11 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent attention, linear": (
         "deepseek-v3",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        "rope_scaling linear / none",
+        "rope_scaling linear / not used",
     ),
     "groups of experts": ("deepseek-v2-groups", {}, "moe.group_scores 1 / 2"),
-    "caps": ("gemma2", {}, "attn_logit_softcapping 5.0 / none"),
+    "caps": ("gemma2", {}, "attn_logit_softcapping 5.0 / not used"),
+    "another attention without a window": ("gemma4", {}, "global_attention used / not used"),
 }
 COMPUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama-2", {}),

@@ -27,7 +27,9 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
 from precisionctl.param import Parallelism
+from precisionctl.reports import run as report
 from precisionctl.reports.inspect import describe
+from precisionctl.trainer.run_plan import dry_run
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.engine_rules import check
 
@@ -243,6 +245,22 @@ def test_inspect_says_what_is_text_and_what_is_tower(tmp_path: Path) -> None:
         }
     text = describe(open_checkpoint(tmp_path / "hf"))["parts"]["text"]
     assert text["tensors"] == len(there) - len(seen)
+
+
+@pytest.mark.parametrize("place", ["hf", "megatron"])
+def test_a_dry_run_counts_the_text_model_that_trains_and_says_how_much_is_kept_beside_it(
+    tmp_path: Path, place: str
+) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "gemma3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    there = stored(tmp_path / "hf")
+    beside = sum(tensor.numel() for tensor in towers(there).values())
+    trains = sum(tensor.numel() for tensor in there.values()) - beside
+    if place == "megatron":  # whose one table of embeddings has 128 rows
+        trains += (128 - tiny_wrappers.TEXT["vocab_size"]) * tiny_wrappers.TEXT["hidden_size"]
+    data = make_text(tmp_path / "text.txt")
+    said = report.dry_run(dry_run(settings(tmp_path / place, data, tmp_path / "run")))
+    assert f"Model: {trains:,} parameters; {beside:,} more, of its towers, are kept beside it as they are" in said
 
 
 @pytest.mark.parametrize("kind", these_and_in_soak_others("qwen2_5_vl"))

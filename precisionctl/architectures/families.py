@@ -1,7 +1,6 @@
 """Find a model's family: by the `model_type` of a config.json, or by what Megatron's arguments describe."""
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ from precisionctl.architectures.wrappers import (
     wrapper_of,
 )
 from precisionctl.discover import discover_names
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import TENSORS, differences
@@ -46,8 +45,8 @@ def supported() -> dict[str, Architecture]:
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
-        near = difflib.get_close_matches(model_type, supported(), n=1, cutoff=0.8)
-        do = f"The nearest that is known is {near[0]}. {_NO_TABLE}" if near else _NO_TABLE
+        near = most_alike(model_type, supported(), 0.8)
+        do = f"The nearest that is known is {near}. {_NO_TABLE}" if near else _NO_TABLE
         raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=do)
     return supported()[model_type]
 

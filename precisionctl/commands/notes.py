@@ -34,6 +34,7 @@ from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS
+from precisionctl.same_model import in_words
 from precisionctl.sizes import counted, size
 
 _NAMES = {
@@ -102,7 +103,7 @@ def _in_words(setting: object) -> str:
     """A setting in words; of rotary scaling only the kind."""
     if isinstance(setting, Mapping):
         return str(setting["rope_type"])
-    return "none" if setting is None else str(setting)
+    return in_words(setting)
 
 
 def unread_notes(reader: Reader) -> Iterator[str]:

@@ -14,8 +14,10 @@ from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
+from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
+from precisionctl.quant_methods.coded_weights import cache_scales
 
 _TWO_ROUNDINGS = 2.0**-22
 """Relative error of an amax that was stored as a scale and computed back from it, as with a history of one row,
@@ -40,7 +42,7 @@ class AsBefore:
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
         """For each job, how it encodes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
-        KV cache, is needed and its weights have changed since."""
+        KV cache, is needed and its weights have changed since; UnmappedTensor for a scale of no module of the model."""
         encodings, encodes = self.encodings, {}
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
@@ -49,7 +51,7 @@ class AsBefore:
                     input_scales=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
-        rest = self._cache_scales()
+        rest = self._cache_scales(plan)
         if encodes and rest:  # written by the first job that encodes
             first, encode = next(iter(encodes.items()))
             encodes[first] = replace(encode, input_scales={**encode.input_scales, **rest})
@@ -105,11 +107,14 @@ class AsBefore:
             )
         return carried
 
-    def _cache_scales(self) -> dict[str, float]:
+    def _cache_scales(self, plan: Plan) -> dict[str, float]:
         """The scales that belong to no weight, which are those of a KV cache."""
         stored = self.encodings.stored
         known = {name for scales in self.encodings.scales.values() for name in scales.names}
         rest = {name: spec for name, spec in stored.specs.items() if name not in known}
+        of_caches = cache_scales({"quantization_config": self.encodings.quantization}, {**plan.targets, **rest})
+        strange = [name for name in rest if name not in of_caches]
+        check_names((), strange, "Are these the encodings of this model?", self.encodings.path or "")
         if rest and not self.fixed_hold:
             raise PrecisionError(
                 f"the weights have changed since the scales of their KV cache were made, e.g. `{next(iter(rest))}`",

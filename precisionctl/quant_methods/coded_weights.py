@@ -6,6 +6,7 @@ tools match those by whole names, by parts of names, by globs and by regular exp
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -227,12 +228,30 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
 
 
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+_INSIDE_ATTENTION = ("_proj", ".attn", ".mla_attn")
 
 
 def cache_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors that hold scales for a KV cache (or for attention), which belong to no weight: scale_inv."""
+    """The tensors that hold scales for a KV cache (or for attention), which belong to no weight: scale_inv. Only those
+    of an attention that has other tensors, too: one of a layer that is not there is a tensor like any other."""
     named = {name: spec for name, spec in specs.items() if name.endswith(CACHE_SCALES)}
-    return named if config.get("quantization_config") else {}
+    if not (named and config.get("quantization_config")):
+        return {}
+    others = sorted(name for name in specs if name not in named)
+
+    def is_there(module: str) -> bool:
+        at = bisect(others, f"{module}.")
+        return at < len(others) and others[at].startswith(f"{module}.")
+
+    return {name: spec for name, spec in named.items() if is_there(_attention(name))}
+
+
+def _attention(scale: str) -> str:
+    """The attention that a scale of a cache is of: it may be named for a projection, or for engines' inner module."""
+    module = scale.rpartition(".")[0]
+    while module.endswith(_INSIDE_ATTENTION):
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:

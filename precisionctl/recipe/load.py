@@ -3,7 +3,6 @@ overrides a key.
 """
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from precisionctl.errors import RecipeError, nearest, nearest_path
+from precisionctl.errors import RecipeError, most_alike, nearest, nearest_path
 from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
@@ -175,8 +174,8 @@ def _words(hint: Any) -> str:
 
 def _unknown_key(key: str, where: object) -> RecipeError:
     known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
-    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
-    hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."
+    near = most_alike(key.rpartition(".")[2], known)
+    hint = f"Did you mean {known[near]}?" if near else f"Known keys: {', '.join(known.values())}."
     return RecipeError(f"unknown key {key}", where=where, do=hint)
 
 

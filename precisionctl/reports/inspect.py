@@ -27,6 +27,7 @@ from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
+from precisionctl.planning.make_plan import stored_model
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
 from precisionctl.torch_when_used import torch
@@ -41,8 +42,10 @@ Description = Mapping[str, Any]
 
 def describe(reader: Reader) -> Description:
     """Everything that can be said of a checkpoint without reading tensor data, except FP8 state, which is small and is
-    read. `model` is None if nothing describes the model of a trainer's checkpoint."""
+    read. `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
+    if model and not isinstance(model, UntabledModel):
+        model = stored_model(reader)
     nbytes: Counter[str] = Counter()
     for spec in specs:
         nbytes[spec.stored_dtype] += spec.nbytes
@@ -283,8 +286,9 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     beside = f", an embedding of {per_layer} for each layer" if per_layer else ""
     wide = ", twice as wide where keys are shared" if model["use_double_wide_mlp"] else ""
     mlp = f"MLP {model['ffn_hidden_size']}{wide}"
+    ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
     return [
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}"),
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}{ahead}"),
         ("attention", _attention(model)),
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from precisionctl.calibration.calibrate import Calibrated
+from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent
@@ -34,7 +35,9 @@ def beginning(started: Started) -> list[str]:
 def dry_run(dry: DryRun) -> list[str]:
     """What a run would do, and the memory and disk that it needs."""
     plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
-    parameters = sum(spec.rows * spec.columns for spec in plan.source.specs.values())
+    sizes = {name: spec.rows * spec.columns for name, spec in plan.source.specs.items()}
+    towers = sum(sizes.pop(name) for name in tower_names(plan.source).values())
+    beside = f"; {towers:,} more, of its towers, are kept beside it as they are" if towers else ""
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
     rows = f"{counted(train.batch_size, 'row')} of {plan.recipe.data.sequence_length}, "
@@ -42,7 +45,7 @@ def dry_run(dry: DryRun) -> list[str]:
     lines = [
         f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {_taken(dry)}, "
         f"{computed(plan)}{several}",
-        f"Model: {parameters:,} parameters",
+        f"Model: {sum(sizes.values()):,} parameters{beside}",
         f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
         f"Memory of each rank: about {size(ahead.memory.total)}, and {size(ahead.free)} are free",
         f"  {', '.join(f'{key} {value}' for key, value in memory.items())}",

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.same_model import differences
+from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
@@ -112,7 +112,7 @@ def compare(
     found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
     configs, *scales = (lines for lines, _ in found)
     of_models = [
-        f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
+        f"{field} is {in_words(mine)} in A, {in_words(others)} in B"
         for field, (mine, others) in differences(a.model, b.model).items()
     ]
     if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
@@ -175,10 +175,6 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
     named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
     if all(files):
         yield from of_keys("files", (name for name in named if files[0].get(name) != files[1].get(name)))
-
-
-def _in_words(setting: object) -> str:
-    return "none" if setting is None else str(setting)
 
 
 def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:

@@ -7,11 +7,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
 import pico
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pickle_bombs import MODULUS
 from safetensors.torch import save_file
 
@@ -25,7 +28,8 @@ from precisionctl.checkpoints.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture, most_alike
+from precisionctl.recipe import load_recipe
 
 
 @contextmanager
@@ -77,6 +81,26 @@ def test_a_pattern_of_more_layers_than_there_may_be() -> None:
     config |= {"hybrid_override_pattern": "ME" * 5000}
     with pytest.raises(DamagedCheckpoint, match="hybrid_override_pattern is"):
         from_hf_config(config, "here")
+
+
+def test_names_of_megabytes_are_not_compared_with_those_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """difflib looks at each letter, in seconds, before it compares lengths."""
+    looked_at: list[str] = []
+    monkeypatch.setattr(SequenceMatcher, "set_seq2", lambda self, name: looked_at.append(name[:10]))
+    name = "llama" * 2_000_000
+    with pytest.raises(UnknownArchitecture, match="unsupported architecture `llamallama"):
+        from_hf_config({"model_type": name}, "here")
+    (tmp_path / "run.toml").write_text(f"{name} = 1")
+    with pytest.raises(RecipeError, match="unknown key llamallama"):
+        load_recipe(tmp_path / "run.toml")
+    assert looked_at == []
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", max_size=12)), st.sampled_from((0.6, 0.7, 0.8)))
+def test_no_name_that_is_alike_is_left_out_for_its_length(name: str, known: list[str], alike: float) -> None:
+    assert most_alike(name, known, alike) == next(iter(get_close_matches(name, known, 1, alike)), None)
 
 
 def test_an_adapter_with_a_million_ranks(tmp_path: Path) -> None:

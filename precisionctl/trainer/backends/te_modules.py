@@ -215,15 +215,22 @@ class Attention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]` to `[B, S, G * R * D]`, or of texts that share
         rows to `[T, G * R * D]`."""
-        how: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
-        heads, longest = [query, key, value], query.shape[1]
+        longest, ends = query.shape[1], None
         if packed is not None:
-            ends, longest = packed.cu_seqlens(query.device), packed.longest
-            how = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-            how |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            heads = [each.flatten(0, 1) for each in heads]
-        seen = window if window is not None and window < longest else None
-        how["window_size"] = (-1 if seen is None else seen - 1, 0)  # TE does not count the query itself
+            longest, ends = packed.longest, packed.cu_seqlens(query.device)
+            query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
+        seen = window if window is not None and window < longest else 0
         with te.autocast(enabled=False):
-            out: Tensor = super().forward(*(each.contiguous() for each in heads), **how)
+            out: Tensor = super().forward(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                qkv_format="bshd" if packed is None else "thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+                attn_mask_type="causal" if packed is None else "padding_causal",
+                window_size=(seen - 1, 0),  # TE does not count the query itself; -1 is all keys before it
+            )
         return out

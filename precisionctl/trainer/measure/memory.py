@@ -203,17 +203,17 @@ def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
-    if model.mamba and model.has_mixer(layer):
-        inside = _mixer(model.mamba, kept)
-    elif model.gdn and model.has_delta_net(layer):
-        inside = _delta_net(model.gdn, kept)
-    elif model.has_attention(layer):
-        inside = _attention(model.attention_of(model.in_window(layer)), kept, length, model.shares_kv(layer))
-    else:
-        return made
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
-    return made + kept.input * model.hidden_size + inside / kept.tensor
+    read = kept.input * model.hidden_size
+    if model.mamba and model.has_mixer(layer):
+        made += read + _mixer(model.mamba, kept) / kept.tensor
+    elif model.gdn and model.has_delta_net(layer):
+        made += read + _delta_net(model.gdn, kept) / kept.tensor
+    elif model.has_attention(layer):
+        attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
+        made += read + _attention(attention, kept, length, shares_kv) / kept.tensor
+    return made
 
 
 def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> float:

@@ -100,28 +100,28 @@ def check(model: ModelShape) -> None:
 
 
 def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
-    for name, value in named_values(model):
+    values = dict(named_values(model))
+    for name, value in values.items():
         heeded = COMPUTED.get(name, ())
         if heeded is not ANY and value not in heeded:
             yield name, value
-    beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
-    beside |= BESIDE_DELTA_NETS if model.gdn else {}
-    beside |= BESIDE_MIXERS if model.mamba else {}
-    yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
-    if model.dsa and not model.query_latent:
-        yield "dsa", model.dsa
-    if model.moe and model.moe.own_norms and (model.mamba or model.latent_experts):
-        yield "moe.own_norms", True
-    if model.latent_experts and model.add_bias_linear:
-        yield "add_bias_linear", True
-    if model.mla and model.global_attention:
-        yield "global_attention", model.global_attention
-    if model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba):
-        yield "num_kv_shared_layers", model.num_kv_shared_layers
-    if model.per_layer_embed_dim and model.xielu:
-        yield "per_layer_embed_dim", model.per_layer_embed_dim
-    if model.xielu and (model.moe or model.gated_linear_unit):
-        yield "activation", model.activation
+    beside = {
+        **(BESIDE_MLA if model.mla else {}),
+        **(BESIDE_EXPERTS if model.moe else {}),
+        **(BESIDE_DELTA_NETS if model.gdn else {}),
+        **(BESIDE_MIXERS if model.mamba else {}),
+    }
+    yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
+    refused = {
+        "dsa": model.dsa and not model.query_latent,
+        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.latent_experts),
+        "add_bias_linear": model.add_bias_linear and model.latent_experts,
+        "global_attention": model.global_attention and model.mla,
+        "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
+        "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
+        "activation": model.xielu and (model.moe or model.gated_linear_unit),
+    }
+    yield from ((name, values[name]) for name, holds in refused.items() if holds)
 
 
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:

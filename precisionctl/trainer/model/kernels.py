@@ -1,16 +1,21 @@
-"""Whether Triton's kernels (`gpu_kernels.py`) can run here."""
+"""Whether Triton's kernels (`gpu_kernels.py`) can run."""
 
 import warnings
 from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+
+def gpu_kernels(values: Tensor) -> ModuleType | None:
+    """The kernels, if `values` are on a GPU and they can run there. Triton comes with PyTorch for CUDA, and wants a C
+    compiler and Python's headers, of which a warning tells that they are missing."""
+    return _that_run() if values.is_cuda else None
 
 
 @cache
-def gpu_kernels() -> ModuleType | None:
-    """The kernels. None where they cannot run: Triton comes with PyTorch for CUDA, and wants a C compiler and Python's
-    headers, of which a warning tells that they are missing."""
+def _that_run() -> ModuleType | None:
     try:
         from precisionctl.trainer.model import gpu_kernels as kernels
     except ImportError:

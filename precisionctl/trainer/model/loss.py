@@ -40,8 +40,8 @@ def loss(
 
 class _SummedLoss(torch.autograd.Function):
     """Of rows `[tokens, V]`, of which each tensor rank has some columns; what all must know is reduced, as in
-    Megatron-LM's vocab_parallel_cross_entropy. Only a chunk of the logits is in FP32 at a time; all of them, and all of
-    their gradients, are in their own dtype alone."""
+    Megatron-LM's vocab_parallel_cross_entropy. Only a chunk of the logits is in FP32 at a time, by a kernel none; all
+    of them, and all of their gradients, are in their own dtype alone."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, wanted: Tensor, ignored: Tensor, vocab_size: int, ranks: TensorRanks) -> Tensor:
@@ -49,7 +49,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.real = min(max(vocab_size - first, 0), rows.shape[1])
         others = (wanted < first) | (wanted >= first + ctx.real)  # that are no column of this rank's
         mine = (wanted - first).masked_fill(others, 0)
-        if rows.is_cuda and (kernels := gpu_kernels()):
+        if kernels := gpu_kernels(rows):
             here = kernels.log_sums(rows, ctx.real)
         else:
             here = torch.empty(len(rows), device=rows.device)
@@ -66,7 +66,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, mine, others, whole, ignored = ctx.saved_tensors
         weights = gradient.expand(len(rows)).masked_fill(ignored, 0)
-        if rows.is_cuda and (kernels := gpu_kernels()):
+        if kernels := gpu_kernels(rows):
             targets = mine.masked_fill(others, -1)
             return kernels.logit_gradients(rows, whole, targets, weights, ctx.real), None, None, None, None
         made = torch.zeros_like(rows) if ctx.real < rows.shape[1] else torch.empty_like(rows)

@@ -49,7 +49,7 @@ def activate(values: Tensor, model: ModelShape) -> Tensor:
     if not model.gated_linear_unit:
         return function(values)
     is_swiglu = model.activation == "silu" and model.activation_clamp is None and not model.glu_offset
-    if is_swiglu and values.is_cuda and (kernels := gpu_kernels()):
+    if is_swiglu and (kernels := gpu_kernels(values)):
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)

@@ -104,7 +104,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if heads.is_cuda and (kernels := gpu_kernels()):
+    if kernels := gpu_kernels(heads):
         turned: Tensor = kernels.turn(heads, cos, sin)
         return turned
     pairs = cos.shape[-1]

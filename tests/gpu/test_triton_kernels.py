@@ -1,4 +1,4 @@
-"""Triton's kernels on a GPU; `tests/peers/test_kernels.py` has them interpreted."""
+"""Triton's kernels on a GPU; `tests/peers/test_triton.py` has them interpreted."""
 
 import torch
 from te_pairs import sqnr
@@ -10,7 +10,9 @@ def test_kernels_compute_what_pytorch_does_and_rope_every_bit() -> None:
     """An exponential's last bit may round the other way."""
     if torch.cuda.get_device_name() == "a CPU that stands in":
         return  # it has no Triton, and computes by PyTorch
-    assert gpu_kernels(), "PyTorch for CUDA comes with Triton, and this machine has a compiler"
+    assert gpu_kernels(torch.ones(1, device="cuda")), (
+        "PyTorch for CUDA comes with Triton, and this machine has a compiler"
+    )
     from kernel_pairs import pairs
 
     for dtype in (torch.float32, torch.bfloat16):
