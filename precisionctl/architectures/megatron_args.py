@@ -23,10 +23,13 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    "heterogeneous_block_specs",
+    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
-    *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
+    *("head_wise_attn_gate", "rotary_base_per_layer", "use_mup"),
+    *("enable_hyper_connections", "enable_mhc_connections"),  # the second name since 2026
+    *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
+BALANCING = "moe_router_load_balancing_type"
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
@@ -211,6 +214,7 @@ def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
 def _read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
     if args.get("experimental_attention_variant") != "dsa":
         return None
+    _one_of(args, "dsa_indexer_scoring_relu", (True, None), True, "")
     every, after = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
     found = {field: args[argument] for argument, field in _DSA.items() if args.get(argument) is not None}
     return DSA(layers=_indexed(num_layers, every, after), **found)
@@ -442,6 +446,8 @@ def _read_moe(
     if found.get("group_topk"):
         defaults["group_scores"] = found["topk"] // found["group_topk"]
     _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", None), None, where)
+    if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
+        raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)
     sigmoid = found.get("score_function") == "sigmoid"  # to which the other way means nothing
     found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
     found["expert_bias"] = bool(found.get("expert_bias"))
