@@ -47,3 +47,21 @@ REFUSED = [
 def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str, key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=f"{key}="):
         from_hf_config(config(family, **{key: value}))
+
+
+@pytest.mark.parametrize("family", ["cohere2-moe", "exaone-moe", "mellum"])
+def test_a_list_of_mlps_names_one_for_each_layer(family: str) -> None:
+    kinds = ["sparse"] * pico.settings(family)["num_hidden_layers"]
+    for listed in (kinds[1:], [*kinds, "dense"], "sparse", {"sparse": 1}, 3):
+        with pytest.raises(DamagedCheckpoint, match=f"mlp_layer_types is .*, not a list of {len(kinds)} layers"):
+            from_hf_config(config(family) | {"mlp_layer_types": listed})
+    for kind in ("moe", None, {"a": 1}):
+        with pytest.raises(UnknownArchitecture, match=r"layers of type .* in mlp_layer_types"):
+            from_hf_config(config(family) | {"mlp_layer_types": [kind, *kinds[1:]]})
+
+
+@pytest.mark.parametrize("count", [None, -1, 1.5, "1", [1], 2**63])
+def test_a_number_of_dense_layers_is_a_number(count: object) -> None:
+    said = config("exaone-moe") | {"mlp_layer_types": None, "first_k_dense_replace": count}
+    with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace is .*, not a size"):
+        from_hf_config(said)
