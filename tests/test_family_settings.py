@@ -65,3 +65,13 @@ def test_a_number_of_dense_layers_is_a_number(count: object) -> None:
     said = config("exaone-moe") | {"mlp_layer_types": None, "first_k_dense_replace": count}
     with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace is .*, not a size"):
         from_hf_config(said)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "youtu", "glm4-moe-lite"])
+def test_a_head_of_latent_attention_has_one_size_of_rotary_embeddings(family: str) -> None:
+    """transformers makes them for `head_dim`, which its classes set to `qk_rope_head_dim` unless the file says it."""
+    said = config(family)
+    from_hf_config(said | {"head_dim": said["qk_rope_head_dim"]})
+    for size in (2, 2 * said["qk_rope_head_dim"], None):
+        with pytest.raises(DamagedCheckpoint, match="head_dim is .* and qk_rope_head_dim, which is the same"):
+            from_hf_config(said | {"head_dim": size})

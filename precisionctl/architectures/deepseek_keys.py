@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    Synonyms,
     layers,
     listed_layers,
     size,
@@ -111,6 +112,9 @@ LATENT_ATTENTION: tuple[Entry, ...] = (
     Key("mla.v_head_dim", "v_head_dim"),
     Only("attention_bias", False),
 )
+
+ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
+"""Of the families whose rotary embeddings transformers makes for `head_dim` where it is said."""
 
 SIGMOID: tuple[Entry, ...] = (
     Only("scoring_func", "sigmoid"),
