@@ -145,6 +145,20 @@ def test_an_indexer_whose_scores_may_be_negative_is_refused():
         from_megatron_args(args | {"dsa_indexer_scoring_relu": False}, 64, "args")
 
 
+def test_experts_in_no_layer_describe_a_model_or_none():
+    """ERNIE's config.json says the first layer that has some."""
+    args = to_megatron_args(from_hf_config(make("ernie4-5-moe").config.to_dict())) | {"moe_layer_freq": [0] * 3}
+    with pytest.raises(UnknownArchitecture, match="no family known here"):
+        from_megatron_args(args | {"normalization": "LayerNorm"}, 64, "args")
+
+
+@pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"])
+def test_a_word_of_as_many_letters_as_there_are_layers_says_nothing_of_them(name):
+    args = to_megatron_args(from_hf_config(make("qwen3-next").config.to_dict())) | {"window_size": (7, 0)}
+    with pytest.raises(DamagedCheckpoint, match="'rope' where a list has an entry for each layer"):
+        from_megatron_args(args | {name: "rope"}, 64, "args")
+
+
 def test_a_missing_argument_is_named():
     args = to_megatron_args(MODEL)
     del args["hidden_size"]

@@ -403,13 +403,20 @@ def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str,
     return {"rope_type": "yarn", **yarn}
 
 
+def _entries(listed: Any) -> tuple[bool, ...]:
+    """A list with an entry for each layer, and no word, whose letters could be as many."""
+    if not isinstance(listed, list | tuple):
+        raise DamagedCheckpoint(f"{shown(listed)} where a list has an entry for each layer")
+    return tuple(bool(each) for each in listed)
+
+
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
     """`N`: every N-th layer sees all; a list: 1 where there is a window."""
     if frequency is None:
         return None
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return tuple(bool(each) for each in frequency)
+    return _entries(frequency)
 
 
 def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
@@ -418,7 +425,7 @@ def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | Non
         return None
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return tuple(not each for each in frequency)
+    return tuple(not each for each in _entries(frequency))
 
 
 def _read_moe(
@@ -436,7 +443,7 @@ def _read_moe(
     elif isinstance(frequency, int):
         freq = tuple(layer % frequency == 0 for layer in range(num_layers))
     else:
-        freq = tuple(bool(each) for each in frequency)
+        freq = _entries(frequency)
     defaults: dict[str, Any] = {
         "topk": 2,
         "ffn_hidden_size": args.get("ffn_hidden_size"),
@@ -467,7 +474,7 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     frequency, numbers = args["linear_attention_freq"], range(1, args["num_layers"] + 1)
     listed = [number % frequency for number in numbers] if isinstance(frequency, int) else frequency
     sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
-    return GatedDeltaNet(tuple(bool(each) for each in listed), **sizes)
+    return GatedDeltaNet(_entries(listed), **sizes)
 
 
 def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:
