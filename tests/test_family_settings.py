@@ -4,6 +4,7 @@ from typing import Any
 
 import pico
 import pytest
+import tiny_wrappers
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -75,3 +76,11 @@ def test_a_head_of_latent_attention_has_one_size_of_rotary_embeddings(family: st
     for size in (2, 2 * said["qk_rope_head_dim"], None):
         with pytest.raises(DamagedCheckpoint, match="head_dim is .* and qk_rope_head_dim, which is the same"):
             from_hf_config(said | {"head_dim": size})
+
+
+def test_no_share_of_a_wrappers_head_that_turns_is_its_class_default() -> None:
+    """GLM-4.6V's is the whole head, and half of it that of the family whose table it has (modeling_glm4v.py,
+    compute_default_rope_parameters)."""
+    said = tiny_wrappers.make("glm46v").config.to_dict()
+    said["text_config"]["partial_rotary_factor"] = None
+    assert from_hf_config(said).rotary_percent == 1
