@@ -4,6 +4,7 @@ from typing import Any
 
 import pico
 import pytest
+import tiny_wrappers
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -47,3 +48,39 @@ REFUSED = [
 def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str, key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=f"{key}="):
         from_hf_config(config(family, **{key: value}))
+
+
+@pytest.mark.parametrize("family", ["cohere2-moe", "exaone-moe", "mellum"])
+def test_a_list_of_mlps_names_one_for_each_layer(family: str) -> None:
+    kinds = ["sparse"] * pico.settings(family)["num_hidden_layers"]
+    for listed in (kinds[1:], [*kinds, "dense"], "sparse", {"sparse": 1}, 3):
+        with pytest.raises(DamagedCheckpoint, match=f"mlp_layer_types is .*, not a list of {len(kinds)} layers"):
+            from_hf_config(config(family) | {"mlp_layer_types": listed})
+    for kind in ("moe", None, {"a": 1}):
+        with pytest.raises(UnknownArchitecture, match=r"layers of type .* in mlp_layer_types"):
+            from_hf_config(config(family) | {"mlp_layer_types": [kind, *kinds[1:]]})
+
+
+@pytest.mark.parametrize("count", [None, -1, 1.5, "1", [1], 2**63])
+def test_a_number_of_dense_layers_is_a_number(count: object) -> None:
+    said = config("exaone-moe") | {"mlp_layer_types": None, "first_k_dense_replace": count}
+    with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace is .*, not a size"):
+        from_hf_config(said)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "youtu", "glm4-moe-lite"])
+def test_a_head_of_latent_attention_has_one_size_of_rotary_embeddings(family: str) -> None:
+    """transformers makes them for `head_dim`, which its classes set to `qk_rope_head_dim` unless the file says it."""
+    said = config(family)
+    from_hf_config(said | {"head_dim": said["qk_rope_head_dim"]})
+    for size in (2, 2 * said["qk_rope_head_dim"], None):
+        with pytest.raises(DamagedCheckpoint, match="head_dim is .* and qk_rope_head_dim, which is the same"):
+            from_hf_config(said | {"head_dim": size})
+
+
+def test_no_share_of_a_wrappers_head_that_turns_is_its_class_default() -> None:
+    """GLM-4.6V's is the whole head, and half of it that of the family whose table it has (modeling_glm4v.py,
+    compute_default_rope_parameters)."""
+    said = tiny_wrappers.make("glm46v").config.to_dict()
+    said["text_config"]["partial_rotary_factor"] = None
+    assert from_hf_config(said).rotary_percent == 1

@@ -112,11 +112,51 @@ def test_arguments_that_no_family_fits_are_refused_with_what_adding_one_takes(ch
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("head_wise_attn_gate", True), ("position_embedding_type", "mrope"), ("use_mup", True)]
+    ("name", "value"),
+    [
+        ("head_wise_attn_gate", True),
+        ("position_embedding_type", "mrope"),
+        ("use_mup", True),
+        ("enable_mhc_connections", True),
+        ("heterogeneous_layers_config_path", "layers.json"),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_shared_expert_glu_interleave_size", 32),
+    ],
 )
 def test_arguments_of_modules_that_no_family_has_are_refused_by_name(name, value):
     with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
         from_megatron_args(to_megatron_args(MODEL) | {name: value}, 64, "args")
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
+def test_routers_that_choose_experts_otherwise_are_refused(balancing):
+    """megatron/core/transformer/moe/router.py, TopKRouter.routing: a sinkhorn's scores, for one, are divided by no sum,
+    as a Mixtral's are."""
+    args = to_megatron_args(from_hf_config(make("mixtral").config.to_dict()))
+    for loss in ("aux_loss", ["seq_aux_loss", "global_aux_loss"], "none"):
+        assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 64, "args", "mixtral").moe
+    with pytest.raises(UnknownArchitecture, match=f"moe_router_load_balancing_type={balancing}"):
+        from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 64, "args")
+
+
+def test_an_indexer_whose_scores_may_be_negative_is_refused():
+    args = to_megatron_args(from_hf_config(make("deepseek-v3.2").config.to_dict()))
+    with pytest.raises(UnknownArchitecture, match="dsa_indexer_scoring_relu=False"):
+        from_megatron_args(args | {"dsa_indexer_scoring_relu": False}, 64, "args")
+
+
+def test_experts_in_no_layer_describe_a_model_or_none():
+    """ERNIE's config.json says the first layer that has some."""
+    args = to_megatron_args(from_hf_config(make("ernie4-5-moe").config.to_dict())) | {"moe_layer_freq": [0] * 3}
+    with pytest.raises(UnknownArchitecture, match="no family known here"):
+        from_megatron_args(args | {"normalization": "LayerNorm"}, 64, "args")
+
+
+@pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"])
+def test_a_word_of_as_many_letters_as_there_are_layers_says_nothing_of_them(name):
+    args = to_megatron_args(from_hf_config(make("qwen3-next").config.to_dict())) | {"window_size": (7, 0)}
+    with pytest.raises(DamagedCheckpoint, match="'rope' where a list has an entry for each layer"):
+        from_megatron_args(args | {name: "rope"}, 64, "args")
 
 
 def test_a_missing_argument_is_named():

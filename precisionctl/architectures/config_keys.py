@@ -330,19 +330,22 @@ def layer_types(model: ModelShape) -> list[str]:
 _WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 
-def listed_layers(config: Config, kinds: Mapping[str, bool], where: object) -> list[bool] | None:
-    """What the kinds of layers that `layer_types` lists mean; None where there is no list. Raises DamagedCheckpoint
+def listed_layers(
+    config: Config, kinds: Mapping[str, bool], where: object, key: str = "layer_types"
+) -> list[bool] | None:
+    """What the kinds of layers that are listed under a key mean; None where there is no list. Raises DamagedCheckpoint
     unless each layer has one (as PreTrainedConfig.validate_layer_type), UnknownArchitecture for another kind."""
-    listed = config.get("layer_types")
+    listed = config.get(key)
     if listed is None:
         return None
     count = layers(config, where)
     if not isinstance(listed, list) or len(listed) != count:
-        what = f"layer_types is {shown(listed)}, not a list of {counted(count, 'layer')}"
+        what = f"{key} is {shown(listed)}, not a list of {counted(count, 'layer')}"
         raise DamagedCheckpoint(what, where=where)
     unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
     if unknown:
-        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {', '.join(kinds)}.")
+        what = f"layers of type {shown(unknown[0])} in {key}"
+        raise UnknownArchitecture(what, where=where, do=f"Known: {', '.join(kinds)}.")
     return [kinds[kind] for kind in listed]
 
 

@@ -10,13 +10,15 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    Synonyms,
     layers,
+    listed_layers,
     size,
     tied,
 )
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_parts import LARGEST, check_count
 from precisionctl.model_shape import ModelShape
 
 
@@ -85,14 +87,12 @@ def experts_by_list(dense: int, key: str = "") -> Rule:
     says, else `dense`."""
 
     def read(config: Config, where: object) -> Fields:
-        listed = config.get("mlp_layer_types")
+        listed = listed_layers(config, _MLPS, where, "mlp_layer_types")
         if listed is None:
             first = config.get(key, dense)
+            check_count(first, key, LARGEST)
             return {"moe.layer_freq": tuple(layer >= first for layer in range(layers(config, where)))}
-        if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(kind not in _MLPS for kind in listed):
-            what = f"mlp_layer_types is {shown(listed)}, not a list of `dense` and `sparse`"
-            raise DamagedCheckpoint(what, where=where)
-        return {"moe.layer_freq": tuple(_MLPS[kind] for kind in listed)}
+        return {"moe.layer_freq": tuple(listed)}
 
     def write(model: ModelShape) -> Config:
         numbers = range(model.num_layers)
@@ -112,6 +112,9 @@ LATENT_ATTENTION: tuple[Entry, ...] = (
     Key("mla.v_head_dim", "v_head_dim"),
     Only("attention_bias", False),
 )
+
+ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
+"""Of the families whose rotary embeddings transformers makes for `head_dim` where it is said."""
 
 SIGMOID: tuple[Entry, ...] = (
     Only("scoring_func", "sigmoid"),

@@ -47,7 +47,7 @@ def _read_layers(config: Config, where: object) -> Fields:
 
 
 def _write_layers(model: ModelShape) -> Config:
-    those = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+    those = [layer for layer in range(model.num_layers) if model.has_experts(layer)] or [model.num_layers]
     step = those[1] - those[0] if len(those) > 1 else 1
     return {"moe_layer_start_index": those[0], "moe_layer_end_index": those[-1], "moe_layer_interval": step}
 

@@ -7,6 +7,7 @@ from precisionctl.architectures.config_keys import Key, Only, tied
 from precisionctl.architectures.deepseek_keys import (
     EXPERTS_OF_A_LAYER,
     LATENT_ATTENTION,
+    ROTATED_HEAD,
     SIGMOID,
     experts_by_list,
     groups,
@@ -21,6 +22,7 @@ ARCHITECTURE = Architecture(
     rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
     config=(
         *LATENT_ATTENTION,
+        ROTATED_HEAD,
         *EXPERTS_OF_A_LAYER,
         experts_by_list(dense=1),
         *SIGMOID,

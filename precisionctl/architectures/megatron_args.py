@@ -23,10 +23,13 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    "heterogeneous_block_specs",
+    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
-    *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
+    *("head_wise_attn_gate", "rotary_base_per_layer", "use_mup"),
+    *("enable_hyper_connections", "enable_mhc_connections"),  # the second name since 2026
+    *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
+BALANCING = "moe_router_load_balancing_type"
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
@@ -211,6 +214,7 @@ def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
 def _read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
     if args.get("experimental_attention_variant") != "dsa":
         return None
+    _one_of(args, "dsa_indexer_scoring_relu", (True, None), True, "")
     every, after = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
     found = {field: args[argument] for argument, field in _DSA.items() if args.get(argument) is not None}
     return DSA(layers=_indexed(num_layers, every, after), **found)
@@ -399,13 +403,20 @@ def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str,
     return {"rope_type": "yarn", **yarn}
 
 
+def _entries(listed: Any) -> tuple[bool, ...]:
+    """A list with an entry for each layer, and no word, whose letters could be as many."""
+    if not isinstance(listed, list | tuple):
+        raise DamagedCheckpoint(f"{shown(listed)} where a list has an entry for each layer")
+    return tuple(bool(each) for each in listed)
+
+
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
     """`N`: every N-th layer sees all; a list: 1 where there is a window."""
     if frequency is None:
         return None
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return tuple(bool(each) for each in frequency)
+    return _entries(frequency)
 
 
 def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
@@ -414,7 +425,7 @@ def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | Non
         return None
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return tuple(not each for each in frequency)
+    return tuple(not each for each in _entries(frequency))
 
 
 def _read_moe(
@@ -432,7 +443,7 @@ def _read_moe(
     elif isinstance(frequency, int):
         freq = tuple(layer % frequency == 0 for layer in range(num_layers))
     else:
-        freq = tuple(bool(each) for each in frequency)
+        freq = _entries(frequency)
     defaults: dict[str, Any] = {
         "topk": 2,
         "ffn_hidden_size": args.get("ffn_hidden_size"),
@@ -442,6 +453,8 @@ def _read_moe(
     if found.get("group_topk"):
         defaults["group_scores"] = found["topk"] // found["group_topk"]
     _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", None), None, where)
+    if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
+        raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)
     sigmoid = found.get("score_function") == "sigmoid"  # to which the other way means nothing
     found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
     found["expert_bias"] = bool(found.get("expert_bias"))
@@ -461,7 +474,7 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     frequency, numbers = args["linear_attention_freq"], range(1, args["num_layers"] + 1)
     listed = [number % frequency for number in numbers] if isinstance(frequency, int) else frequency
     sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
-    return GatedDeltaNet(tuple(bool(each) for each in listed), **sizes)
+    return GatedDeltaNet(_entries(listed), **sizes)
 
 
 def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:

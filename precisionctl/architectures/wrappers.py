@@ -176,6 +176,7 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     model = TEXT_MODELS.get(model_type)
     if model is None:
         return {**text, "model_type": model_type}
+    text = {key: value for key, value in text.items() if (key, value) != ("partial_rotary_factor", None)}  # as absent
     found = {**model.absent, **text, **model.fixed, "model_type": model.family}
     for key in ("rope_parameters", "rope_scaling"):
         rope = found.get(key)

@@ -4,7 +4,7 @@ Trap: the embedding is the head unless config.json says otherwise.
 """
 
 from precisionctl.architectures.config_keys import Key, Only, tied
-from precisionctl.architectures.deepseek_keys import LATENT_ATTENTION
+from precisionctl.architectures.deepseek_keys import LATENT_ATTENTION, ROTATED_HEAD
 from precisionctl.architectures.deepseek_rows import ATTENTION
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
@@ -15,6 +15,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION, *MLP_NORM, *MLP),
     config=(
         *LATENT_ATTENTION,
+        ROTATED_HEAD,
         Only("rope_interleave", True),
         Only("mlp_bias", False),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
