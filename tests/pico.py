@@ -591,7 +591,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
                 "q_norm.weight"
             ):  # scores are not scaled: softmax would be all or none
                 tensor.mul_(0.25)
-            elif name.endswith("mlp.gate.weight") and not tensor.any():  # transformers 5.17 leaves ERNIE 4.5's at zero
+            elif name.endswith("mlp.gate.weight") and not tensor.is_meta and not tensor.any():
+                # transformers 5.17 leaves ERNIE 4.5's at zero
                 tensor.normal_(std=config.initializer_range)
             elif name.endswith("A_log"):  # at initial values most heads have forgotten a token by the next one
                 tensor.sub_(3)
