@@ -122,6 +122,8 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
 
 
 GRAPH_ROW = 128
+"""Tokens of which a row has a multiple in a graph. For others TE computes attention there without cuDNN up to 9.15,
+holds all scores, and rounds otherwise (fused_attn.cpp, nvte_get_fused_attn_backend_v2)."""
 
 
 def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:
@@ -135,8 +137,6 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
             model.num_kv_shared_layers or model.per_layer_embed_dim
         ),
         "train.recompute computes layers again outside of them": recipe.train.recompute != "none",
-        # TE then computes attention without cuDNN up to 9.15, holds all scores, and rounds otherwise (fused_attn.cpp,
-        # nvte_get_fused_attn_backend_v2)
         f"attention in a graph wants rows of a multiple of {GRAPH_ROW} tokens": bool(
             recipe.data.sequence_length % GRAPH_ROW
         ),

@@ -158,12 +158,11 @@ class TransformerEngineBackend:
         sizes = model.kv_channels, model.kv_channels
         if mla:
             sizes = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
-        # Where cuDNN has no kernel, TE would hold all scores
+        # None where cuDNN has no kernel, as TE would then hold all scores: before Hopper there is none for packed texts
         major, _ = torch.cuda.get_device_capability(self.device)
-        if self.dtype == torch.float32 or major < 9:
-            return None  # before Hopper none for packed texts
         largest = 256 if major == 9 else 128
-        if sizes != (192, 128) and any(size % 8 or size > largest for size in sizes):
+        has_sizes = sizes == (192, 128) or all(size % 8 == 0 and size <= largest for size in sizes)
+        if self.dtype == torch.float32 or major < 9 or not has_sizes:
             return None
         return Attention(
             model.num_attention_heads // ranks,
