@@ -5,7 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron_args import (
+    CAPACITY,
+    INDEXER_NORM_EPSILON,
+    indexer_norm_epsilon,
+    otherwise_in_megatron,
+)
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
@@ -54,6 +59,11 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
+    if model.dsa and of_megatron(reader) and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
+        yield (
+            f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
+            f"Megatron by the arguments written here, with {INDEXER_NORM_EPSILON:g}."
+        )
     if to == "hf" and of_megatron(reader) and not named and not reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
@@ -107,7 +117,13 @@ def _in_words(setting: object) -> str:
 
 
 def unread_notes(reader: Reader) -> Iterator[str]:
-    """Notes on what nothing here reads of the run that saved the source."""
+    """Notes on what nothing here reads of the run that saved the source, or does as it did."""
+    factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
+    if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
+        yield (
+            f"By its {CAPACITY}={shown(factor)} Megatron-Core leaves out tokens of experts that too many chose, in "
+            "evaluation too; transformers and `resume` leave none out."
+        )
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
     if isinstance(reader, SavedStatesReader | DcpModelReader | HuggingFaceReader) and reader.unread:
