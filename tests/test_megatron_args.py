@@ -139,9 +139,9 @@ def test_routers_that_choose_experts_otherwise_are_refused(balancing):
     as a Mixtral's are."""
     args = to_megatron_args(from_hf_config(make("mixtral").config.to_dict()))
     for loss in ("aux_loss", ["seq_aux_loss", "global_aux_loss"], "none"):
-        assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 64, "args", "mixtral").moe
+        assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 256, "args", "mixtral").moe
     with pytest.raises(UnknownArchitecture, match=f"moe_router_load_balancing_type={balancing}"):
-        from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 64, "args")
+        from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 256, "args")
 
 
 def test_an_indexer_whose_scores_may_be_negative_is_refused():
@@ -183,7 +183,7 @@ def test_experts_in_no_layer_describe_a_model_or_none():
     """ERNIE's config.json says the first layer that has some."""
     args = to_megatron_args(from_hf_config(make("ernie4-5-moe").config.to_dict())) | {"moe_layer_freq": [0] * 3}
     with pytest.raises(UnknownArchitecture, match="no family known here"):
-        from_megatron_args(args | {"normalization": "LayerNorm"}, 64, "args")
+        from_megatron_args(args | {"normalization": "LayerNorm"}, 256, "args")
 
 
 @pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"])

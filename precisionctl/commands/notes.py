@@ -221,18 +221,26 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
-    """A note that the vocabulary of a Megatron source is padded to another size, or no more."""
-    if before.padded_vocab_size == after.padded_vocab_size:
-        return
-    if after.padded_vocab_size == after.vocab_size:
-        removed = before.padded_vocab_size - after.vocab_size
-        yield f"The vocabulary has {after.vocab_size} rows: the {removed} of Megatron's padding are left out."
-    else:
+def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
+    before, after = reader.model, plan.model
+    padding = before.padded_vocab_size - before.vocab_size
+    if plan.target == "hf" and of_megatron(reader) and padding:
+        yield f"The vocabulary has {before.vocab_size} rows: the {padding} of Megatron's padding are left out."
+    if plan.target == "megatron" and of_megatron(reader) and before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
         )
+
+
+def model_notes(reader: Reader, plan: Plan, *, named: bool) -> Iterator[str]:
+    """Notes on what the source leaves open of its model, and the command if it did not name the family (`named`), and
+    on what becomes of the vocabulary."""
+    yield from family_notes(reader, plan.model, plan.target, named=named)
+    if plan.target == "hf":
+        yield from vocabulary_notes(reader)
+    yield from padding_notes(reader, plan)
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
