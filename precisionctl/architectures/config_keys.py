@@ -38,19 +38,24 @@ class Entry(Protocol):
 @dataclass(frozen=True)
 class Key:
     """One field under one key, or an older one; absent or null, it is `default`. A default that is a bool makes a
-    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another."""
+    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another.
+    `synonym` is another word for the key, which the class takes for the same (`attribute_map`)."""
 
     field: str
     key: str
     default: Any = NEEDED
     older: str = ""
     absent: Any = None
+    synonym: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (self.key, self.older) if self.older else (self.key,)
+        return (self.key, *(word for word in (self.older, self.synonym) if word))
 
     def read(self, config: Config, where: object) -> Fields:
+        if self.synonym and self.synonym in config:
+            config = {self.key: config[self.synonym], **config}
+            Synonyms({self.synonym: self.key}).read(config, where)
         value = config.get(self.key, self.absent)
         if value is None and self.older:
             value = config.get(self.older)
@@ -123,8 +128,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): it goes by
-    what stands last in the file, so a file that has both must have one value."""
+    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): which it
+    goes by, of a file that has both, is an accident, so they must have one value. Only a Key reads such a word alone
+    (`Key.synonym`)."""
 
     words: Mapping[str, str]
 

@@ -68,7 +68,7 @@ def shared_experts(key: str, default: int | None = None) -> Rule:
 
 
 EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
-    Key("moe.num_experts", "n_routed_experts"),
+    Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
     shared_experts("n_shared_experts"),

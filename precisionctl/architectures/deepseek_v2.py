@@ -39,7 +39,8 @@ ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     rows=decoder(ATTENTION),
     config=(
-        *COMMON,
+        *(entry for entry in COMMON if "n_routed_experts" not in entry.keys),
+        Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("mlp_bias", False),
         Only("scoring_func", "softmax"),

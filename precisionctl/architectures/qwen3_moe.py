@@ -46,7 +46,7 @@ def scores(default: bool) -> Rule:
 SCORES = scores(False)
 
 EXPERTS_OF_LAYERS: tuple[Entry, ...] = (
-    Key("moe.num_experts", "num_experts", older="num_local_experts"),
+    Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
     Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
