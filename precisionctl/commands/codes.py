@@ -109,6 +109,7 @@ def for_engine(request: Request, source: Source) -> Result:
         notes += kv_cache.notes(engine, form.method, known.current)
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
+    notes += kv_cache.of_no_cache(source.encodings, source.plan)
     notes += model_notes(reader, source.plan, named=request.architecture is not None)
     notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
     notes += rounded_notes(reader, plan)
