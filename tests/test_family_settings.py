@@ -1,5 +1,6 @@
 """Settings of single families that transformers does not compute as they are said, or at all: refused by name."""
 
+from contextlib import suppress
 from typing import Any
 
 import pico
@@ -116,3 +117,23 @@ def test_another_word_for_a_key_is_read_as_its_class_reads_it_or_refused(family:
 def test_a_word_for_experts_that_a_class_does_not_know_says_nothing() -> None:
     told = AutoConfig.for_model(**pico.settings("qwen3-5-moe")).to_dict()
     assert from_hf_config(told | {"num_local_experts": 7}) == from_hf_config(told)
+
+
+WRONG: tuple[object, ...] = ("", "no", [], {})
+"""Two that Python takes for false, one for true, and an object: none of them is a size or a switch."""
+
+
+@pytest.mark.parametrize("family", pico.first_of_each(lambda family: {pico.settings(family)["model_type"]}))
+def test_a_value_of_a_wrong_type_is_no_absent_one(family: str) -> None:
+    """What its class does not take is refused, or plays no part in this model: `num_key_value_heads: []` was read as if
+    nothing were said."""
+    model_type = pico.settings(family)["model_type"]
+    told = AutoConfig.for_model(**pico.settings(family)).to_dict()
+    model = from_hf_config(told)
+    for key in sorted({key for entry in supported()[model_type].config for key in entry.keys} & told.keys()):
+        for value in WRONG:
+            try:
+                AutoConfig.for_model(**told | {key: value})
+            except Exception:  # of the class's own, or of Python
+                with suppress(DamagedCheckpoint, UnknownArchitecture):
+                    assert from_hf_config(told | {key: value}) == model, (key, value)

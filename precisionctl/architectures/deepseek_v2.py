@@ -14,8 +14,8 @@ from precisionctl.model_shape import ModelShape
 
 
 def _read_groups(config: Config, where: object) -> Fields:
-    method = config.get("topk_method") or "greedy"
-    if method == "greedy":
+    method = config.get("topk_method")
+    if method in (None, "greedy"):
         return {}
     if method != "group_limited_greedy":
         raise UnknownArchitecture(

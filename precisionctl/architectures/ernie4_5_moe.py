@@ -16,6 +16,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    count,
     layers,
     size,
     tied,
@@ -53,10 +54,8 @@ def _write_layers(model: ModelShape) -> Config:
 
 def _read_shared(config: Config, where: object) -> Fields:
     said = {"moe_num_shared_experts": 2, "moe_intermediate_size": 1536} | dict(config)
-    if not said["moe_num_shared_experts"]:
-        return {}
-    number = size(said, "moe_num_shared_experts", where)
-    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)}
+    number = count(said, "moe_num_shared_experts", where)
+    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)} if number else {}
 
 
 def _write_shared(model: ModelShape) -> Config:

@@ -59,7 +59,7 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
-    if model.dsa and of_megatron(reader) and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
+    if of_megatron(reader) and model.dsa and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
         yield (
             f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
             f"Megatron by the arguments written here, with {INDEXER_NORM_EPSILON:g}."
@@ -223,11 +223,13 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
 
 def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
+    if not of_megatron(reader):
+        return
     before, after = reader.model, plan.model
     padding = before.padded_vocab_size - before.vocab_size
-    if plan.target == "hf" and of_megatron(reader) and padding:
+    if plan.target == "hf" and padding:
         yield f"The vocabulary has {before.vocab_size} rows: the {padding} of Megatron's padding are left out."
-    if plan.target == "megatron" and of_megatron(reader) and before.padded_vocab_size != after.padded_vocab_size:
+    if plan.target == "megatron" and before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
