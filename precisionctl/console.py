@@ -29,7 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from precisionctl.errors import PrecisionctlError, one_line
+from precisionctl.errors import PrecisionctlError, brief, one_line
 from precisionctl.reports.table import Table
 from precisionctl.sizes import size
 
@@ -54,7 +54,7 @@ def quietly() -> Iterator[None]:
 def show_tables(tables: Sequence[Table]) -> None:
     """Print a report's tables on stdout."""
     for table in tables:
-        _out.print(_draw(table))
+        _out.print(_draw(_plain(table)))
 
 
 def show_lines(lines: Sequence[str]) -> None:
@@ -65,7 +65,13 @@ def show_lines(lines: Sequence[str]) -> None:
 
 def note(line: str) -> None:
     """Print a line on stderr: progress, as opposed to a result."""
-    _err.print(one_line(line), soft_wrap=True, markup=False)
+    _err.print(one_line(brief(line)), soft_wrap=True, markup=False)
+
+
+def _plain(table: Table) -> Table:
+    """A table whose texts are one line each, none of them without end."""
+    title, *columns = (one_line(brief(text)) for text in (table.title, *table.columns))
+    return Table(title, columns, [[one_line(brief(cell)) for cell in row] for row in table.rows])
 
 
 _FOLDED = 12
@@ -78,15 +84,15 @@ def _draw(table: Table) -> RichTable:
     room = _out.width - 3 * len(table.columns) - 1
     if any(table.columns) and sum(_least(table)) > room:
         return _draw(_as_lists(table))
-    title = Text(one_line(table.title))  # as Text, because a path may look like Rich's markup
+    title = Text(table.title)  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
         title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
     )
     for number, (column, width) in enumerate(zip(table.columns, _widths(table, room), strict=True)):
         side: Literal["left", "right"] = "right" if table.is_numeric(number) else "left"
-        drawn.add_column(Text(one_line(column)), justify=side, overflow="fold", width=width)
+        drawn.add_column(Text(column), justify=side, overflow="fold", width=width)
     for row in table.rows:
-        drawn.add_row(*(Text(one_line(cell)) for cell in row))
+        drawn.add_row(*(Text(cell) for cell in row))
     return drawn
 
 
@@ -95,7 +101,7 @@ def _least(table: Table) -> list[int]:
     words may be folded if they stay easy to read."""
     least = []
     for number, head in enumerate(table.columns):
-        cells = [one_line(row[number]) for row in table.rows]
+        cells = [row[number] for row in table.rows]
         words = cells if table.is_numeric(number) else " ".join(cells).split()
         least.append(max((min(len(word), _FOLDED) for word in [*words, *head.split()]), default=0))
     return least
@@ -105,9 +111,9 @@ def _widths(table: Table, room: int) -> list[int]:
     """The width of each column, in letters. If not all columns have room for their widest cell, first heads are folded,
     then the widest cells, but none below its `_least` width."""
     least = _least(table)
-    cells = [[cell_len(one_line(row[number])) for row in table.rows] for number in range(len(table.columns))]
+    cells = [[cell_len(row[number]) for row in table.rows] for number in range(len(table.columns))]
     folded = [max([*each, words]) for each, words in zip(cells, least, strict=True)]
-    widths = [max(cell_len(one_line(head)), width) for head, width in zip(table.columns, folded, strict=True)]
+    widths = [max(cell_len(head), width) for head, width in zip(table.columns, folded, strict=True)]
     for floors in (folded, least):
         while (beyond := sum(widths) - room) > 0 and any(map(operator.gt, widths, floors)):
             wide = [at for at, width in enumerate(widths) if width > floors[at]]

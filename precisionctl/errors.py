@@ -49,7 +49,7 @@ BROKEN_WEIGHTS = "The checkpoint is broken there, in BF16 too: copy it again, or
 """What to do about weights that are NaN or infinite."""
 
 _LONGEST = 2000
-"""Letters of what an error says: names in a file can be megabytes."""
+"""Letters of what an error, a note or a cell of a table says: names in a file can be megabytes."""
 
 _MOST_BESIDE = 1000
 """Names in a folder that a wrong one is compared with, which takes 0.1 ms for most."""
@@ -71,7 +71,8 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """`printable`, for what a stranger may have made as long as they liked."""
     return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
 
 
@@ -79,10 +80,10 @@ class PrecisionctlError(Exception):
     """What went wrong, where, and what to do about it."""
 
     def __init__(self, what: str, *, where: object = "", do: str = "") -> None:
-        super().__init__(_brief(what))
-        self.what = _brief(what)
-        self.where = one_line(_brief(str(where)))
-        self.do = _brief(do)
+        super().__init__(brief(what))
+        self.what = brief(what)
+        self.where = one_line(brief(str(where)))
+        self.do = brief(do)
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
@@ -251,7 +252,7 @@ def at(where: object) -> Iterator[None]:
     try:
         yield
     except PrecisionctlError as error:
-        error.where = error.where or one_line(_brief(str(where)))
+        error.where = error.where or one_line(brief(str(where)))
         raise
 
 

@@ -145,6 +145,9 @@ class ModelShape:
         possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor", "per_layer_embed_dim")
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
+        if self.vocab_size > self.padded_vocab_size:
+            what = f"vocab_size is {self.vocab_size}, and the embedding has {self.padded_vocab_size} rows"
+            raise DamagedCheckpoint(what)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
         check_count(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
         for field in _REALS:

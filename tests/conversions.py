@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -52,3 +53,13 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     for name in left:
         assert left[name].dtype == right[name].dtype
         assert torch.equal(left[name].flatten().view(torch.uint8), right[name].flatten().view(torch.uint8)), name
+
+
+def change_args(iteration: Path, **args: Any) -> None:
+    """Change or add Megatron's arguments in an iteration of a `torch_dist` checkpoint; remove what becomes None."""
+    file = iteration / "common.pt"
+    common = torch_zip.load(file.read_bytes(), file)
+    changed = vars(common["args"]) | args
+    vars(common["args"]).clear()
+    vars(common["args"]).update({name: value for name, value in changed.items() if value is not None})
+    file.write_bytes(torch_zip_writer.dump(common))

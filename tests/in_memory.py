@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ class InMemory:
     iteration: int | None = None
     files: Sequence[Path] = ()
 
-    @property
+    @cached_property  # as it is asked for with every row
     def specs(self) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(values.shape), DType.of(values.dtype)) for name, values in self.tensors.items()}
 

@@ -166,6 +166,17 @@ def test_what_a_file_says_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPa
         assert text.count("\\ud800") == 2
 
 
+def test_what_a_file_says_at_length_is_cut(monkeypatch: pytest.MonkeyPatch, shown: io.StringIO) -> None:
+    """A `model_type` of ten megabytes was printed whole."""
+    stdout, long = io.StringIO(), "x" * 10_000_000
+    monkeypatch.setattr(console, "_out", Console(file=stdout, width=200, highlight=False))
+    console.show_tables([Table(long, ("", ""), [("architecture", long)])])
+    console.note(long)
+    console.show_error(DataError(long))
+    for text, count in ((stdout.getvalue(), 2), (shown.getvalue(), 2)):
+        assert text.count("x") == 2000 * count and text.count("...") == count
+
+
 def test_what_rich_takes_for_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path may have brackets, in a title or over a column; `[/x]` would be an error."""
     stdout = io.StringIO()

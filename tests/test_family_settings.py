@@ -1,12 +1,14 @@
 """Settings of single families that transformers does not compute as they are said, or at all: refused by name."""
 
+from contextlib import suppress
 from typing import Any
 
 import pico
 import pytest
 import tiny_wrappers
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import from_hf_config, supported
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 
 
@@ -27,8 +29,9 @@ def test_trinity_without_a_window_has_no_layers_in_one() -> None:
 )
 def test_a_family_of_experts_has_some(family: str, key: str) -> None:
     """Also where all layers are dense: what it writes says how many there are."""
+    said = {name: value for name, value in config(family).items() if name != "num_local_experts"}
     with pytest.raises(DamagedCheckpoint, match="num_experts is 0, not a size"):
-        from_hf_config(config(family) | {key: 0, "mlp_layer_types": ["dense"] * 3})
+        from_hf_config(said | {key: 0, "mlp_layer_types": ["dense"] * 3})
 
 
 REFUSED = [
@@ -84,3 +87,53 @@ def test_no_share_of_a_wrappers_head_that_turns_is_its_class_default() -> None:
     said = tiny_wrappers.make("glm46v").config.to_dict()
     said["text_config"]["partial_rotary_factor"] = None
     assert from_hf_config(said).rotary_percent == 1
+
+
+def synonyms() -> list[tuple[str, str, str]]:
+    """Of each family, each other word that its class takes for a key which the family's table reads."""
+    found = []
+    for family in pico.FAMILIES:
+        model_type = pico.settings(family)["model_type"]
+        read = {key for entry in supported()[model_type].config for key in entry.keys}
+        words = CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
+        found += [(family, word, key) for word, key in words.items() if key in read]
+    return found
+
+
+@pytest.mark.parametrize(("family", "word", "key"), synonyms())
+def test_another_word_for_a_key_is_read_as_its_class_reads_it_or_refused(family: str, word: str, key: str) -> None:
+    told = AutoConfig.for_model(**pico.settings(family)).to_dict()
+    alone = {name: value for name, value in told.items() if name != key} | {word: told[key]}
+    assert getattr(AutoConfig.for_model(**alone), key) == told[key]
+    try:
+        assert from_hf_config(alone) == from_hf_config(told)
+    except DamagedCheckpoint as error:
+        assert f"no `{key}`" in error.what or f"{key}, which is the same" in error.what
+    another = not told[key] if isinstance(told[key], bool) else 2 if told[key] == 1 else 1
+    with pytest.raises(DamagedCheckpoint, match=f"({word}.*{key}|{key}.*{word}), which is the same"):
+        from_hf_config(told | {word: another})
+
+
+def test_a_word_for_experts_that_a_class_does_not_know_says_nothing() -> None:
+    told = AutoConfig.for_model(**pico.settings("qwen3-5-moe")).to_dict()
+    assert from_hf_config(told | {"num_local_experts": 7}) == from_hf_config(told)
+
+
+WRONG: tuple[object, ...] = ("", "no", [], {})
+"""Two that Python takes for false, one for true, and an object: none of them is a size or a switch."""
+
+
+@pytest.mark.parametrize("family", pico.first_of_each(lambda family: {pico.settings(family)["model_type"]}))
+def test_a_value_of_a_wrong_type_is_no_absent_one(family: str) -> None:
+    """What its class does not take is refused, or plays no part in this model: `num_key_value_heads: []` was read as if
+    nothing were said."""
+    model_type = pico.settings(family)["model_type"]
+    told = AutoConfig.for_model(**pico.settings(family)).to_dict()
+    model = from_hf_config(told)
+    for key in sorted({key for entry in supported()[model_type].config for key in entry.keys} & told.keys()):
+        for value in WRONG:
+            try:
+                AutoConfig.for_model(**told | {key: value})
+            except Exception:  # of the class's own, or of Python
+                with suppress(DamagedCheckpoint, UnknownArchitecture):
+                    assert from_hf_config(told | {key: value}) == model, (key, value)

@@ -222,6 +222,24 @@ def test_scales_of_a_layer_that_is_not_there_are_refused_like_any_tensor(source:
         plan_command(Request(tmp_path / "values", tmp_path / "again", "hf", precision="fp8"))
 
 
+@pytest.mark.parametrize("kv_cache", ["fp8", None])
+def test_an_export_tells_of_scales_that_are_of_no_cache(source: Path, tmp_path: Path, kv_cache: str | None) -> None:
+    """Among the encodings that a Megatron checkpoint keeps: of a layer without attention, say, or of queries."""
+    export(source, tmp_path / "out", "vllm", "dynamic")
+    execute(plan_command(Request(tmp_path / "out", tmp_path / "m", "megatron")))
+    wanted = Request.export(tmp_path / "m", tmp_path / "again", "vllm", "dynamic", kv_cache=kv_cache)  # type: ignore[arg-type]
+    assert not any("stay behind, e.g." in note for note in plan_command(wanted).notes)
+    (file,) = (tmp_path / "m").rglob(encodings_file.RELATIVE.name)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    names = ("model.layers.0.linear_attn.k_scale", "model.layers.1.self_attn.q_scale")
+    save_file(load_file(file) | {name: torch.ones(1) for name in names}, file, metadata)
+    told = [note for note in plan_command(wanted).notes if "stay behind, e.g." in note]
+    assert told == [
+        f"2 scales of the source, of no keys or values that the model caches, stay behind, e.g. '{names[0]}'."
+    ]
+
+
 BROKEN = {
     "keys' is missing": (lambda q, t: t.pop("model.layers.0.self_attn.k_scale"), "a v_scale without a k_scale", True),
     "values' is missing": (

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from conversions import change_args
 from pico import LLAMA3_ROPE, save
 from training import SMALL, make_source, make_text, run, settings
 
@@ -189,6 +190,16 @@ def test_what_balances_experts_in_a_run_of_ours_balances_them_in_megatron(place:
         assert one.moe_router_load_balancing_type == ["aux_loss"] and one.moe_aux_loss_coeff == [0.01]
         assert two.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"]
         assert two.moe_aux_loss_coeff == [0.01, 0.02] and two.moe_z_loss_coeff == 0.001
+
+
+def test_a_run_that_drops_tokens_goes_on_so(place: Path, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source", family="qwen3-moe", mlp_only_layers=[])
+    run(settings(source, place / "text", tmp_path / "run", train__steps=1))
+    words = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
+    change_args(tmp_path / "run" / "iter_0000001", **words)
+    for version in FLAGS:
+        read = parse(version, flags_of(launch(tmp_path / "run", "megatron-lm")))
+        assert {name: getattr(read, name) for name in words} == words
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core's own, of its own default

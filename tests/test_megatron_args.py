@@ -1,14 +1,19 @@
 """The arguments that Megatron-LM takes from a checkpoint, and the model that we take from them."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+from in_memory import InMemory
 from pico import make
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.commands.notes import family_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
@@ -134,9 +139,9 @@ def test_routers_that_choose_experts_otherwise_are_refused(balancing):
     as a Mixtral's are."""
     args = to_megatron_args(from_hf_config(make("mixtral").config.to_dict()))
     for loss in ("aux_loss", ["seq_aux_loss", "global_aux_loss"], "none"):
-        assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 64, "args", "mixtral").moe
+        assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 256, "args", "mixtral").moe
     with pytest.raises(UnknownArchitecture, match=f"moe_router_load_balancing_type={balancing}"):
-        from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 64, "args")
+        from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 256, "args")
 
 
 def test_an_indexer_whose_scores_may_be_negative_is_refused():
@@ -145,11 +150,40 @@ def test_an_indexer_whose_scores_may_be_negative_is_refused():
         from_megatron_args(args | {"dsa_indexer_scoring_relu": False}, 64, "args")
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"dsa_indexer_k_norm_epsilon": 1e-6}, ""),
+        ({"dsa_indexer_k_norm_epsilon": 1e-3}, "epsilon 0.001"),
+        ({"dsa_indexer_k_norm_epsilon": None, "layernorm_epsilon": 1e-5}, "epsilon 1e-05"),
+        ({"dsa_indexer_k_norm_epsilon": None, "layernorm_epsilon": 1e-6}, ""),
+    ],
+)
+def test_another_epsilon_of_an_indexers_keys_is_told_of(said: dict[str, float | None], told: str) -> None:
+    """transformers/models/deepseek_v32/modeling_deepseek_v32.py has 1e-6, whatever config.json says."""
+    of_keys = [note for note in notes_on_an_indexer(said) if "indexer's keys" in note]
+    assert [told in note for note in of_keys] == [True] * bool(told)
+
+
+@pytest.mark.parametrize("epsilon", ["1e-6", -1, 0, [1e-6], float("nan")])
+def test_an_epsilon_of_an_indexers_keys_that_is_none_is_refused(epsilon: object) -> None:
+    with pytest.raises(DamagedCheckpoint, match="dsa_indexer_k_norm_epsilon"):
+        notes_on_an_indexer({"dsa_indexer_k_norm_epsilon": epsilon})
+
+
+def notes_on_an_indexer(said: Mapping[str, object]) -> list[str]:
+    """Those of `convert --to hf`, of a checkpoint whose arguments say so."""
+    shape = from_hf_config(make("deepseek-v3.2").config.to_dict())
+    source: Any = InMemory(shape, "megatron", {}, companions=Companions(files={"config.json": b"{}"}))
+    source.args = to_megatron_args(shape) | said
+    return [*family_notes(source, shape, "hf", named=False)]
+
+
 def test_experts_in_no_layer_describe_a_model_or_none():
     """ERNIE's config.json says the first layer that has some."""
     args = to_megatron_args(from_hf_config(make("ernie4-5-moe").config.to_dict())) | {"moe_layer_freq": [0] * 3}
     with pytest.raises(UnknownArchitecture, match="no family known here"):
-        from_megatron_args(args | {"normalization": "LayerNorm"}, 64, "args")
+        from_megatron_args(args | {"normalization": "LayerNorm"}, 256, "args")
 
 
 @pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"])

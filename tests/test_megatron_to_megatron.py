@@ -1,13 +1,15 @@
 """What changes from Megatron to Megatron: the rows that a vocabulary is padded to, and what has no place."""
 
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pico
 import pytest
 import torch
-from conversions import carry_out
+from conversions import carry_out, change_args, run
 from hypothesis import given
 from hypothesis import strategies as st
 from mcore_runs import VOCABULARY, trained
@@ -16,10 +18,10 @@ from torch import Tensor
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.notes import padding_notes
+from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, MappingError, ShapeMismatch
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -73,10 +75,25 @@ def test_more_ranks_get_more_rows_of_zeros_and_fewer_get_the_first(tmp_path: Pat
     assert not any("padded" in note for note in told)
 
 
-def test_padding_that_goes_is_said_to_go() -> None:
-    padded: Any = SimpleNamespace(padded_vocab_size=512, vocab_size=500)
-    bare: Any = SimpleNamespace(padded_vocab_size=500, vocab_size=500)
-    assert [*padding_notes(padded, bare)] == ["The vocabulary has 500 rows: the 12 of Megatron's padding are left out."]
+@pytest.mark.parametrize("said", [50, 7])
+def test_padding_that_goes_is_said_to_go(tmp_path: Path, said: int) -> None:
+    """By the arguments of a checkpoint that Megatron saved, whose tokenizer says how many tokens there are."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "run", "megatron")
+    shutil.rmtree(tmp_path / "run" / "release" / "precisionctl" / "hf")
+    change_args(tmp_path / "run" / "release", vocab_size=said)
+    note = f"The vocabulary has {said} rows: the {256 - said} of Megatron's padding are left out."
+    assert note in plan_command(Request(tmp_path / "run", tmp_path / "out", "hf")).notes
+    assert note in plan_command(Request.export(tmp_path / "run", tmp_path / "out", "vllm", "dynamic")).notes
+
+
+def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "run", "megatron")
+    shutil.rmtree(tmp_path / "run" / "release" / "precisionctl" / "hf")
+    change_args(tmp_path / "run" / "release", vocab_size=257)
+    with pytest.raises(DamagedCheckpoint, match="vocab_size is 257, and the embedding has 256 rows"):
+        plan_command(Request(tmp_path / "run", tmp_path / "out", "hf"))
 
 
 def test_the_runs_own_divisor_stays(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Nemotron-H: layers of one block each, some of them Mamba-2 mixers; the state space against a slow one."""
 
 import json
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pico
 import pytest
 import torch
 from command_line import run as command
-from conversions import run
+from conversions import change_args, run
 from gpt_models import as_gpt, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +21,7 @@ from precisionctl.architectures.families import from_hf_config, from_megatron_ar
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -147,7 +149,7 @@ def test_junk_in_its_config_is_one_error(key: str) -> None:
 
 def test_patterns_with_experts_that_no_argument_describes_are_refused() -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"num_experts": None}
-    with pytest.raises(DamagedCheckpoint, match="ME\\*-M\\* has layers with experts, and num_experts is not said"):
+    with pytest.raises(DamagedCheckpoint, match="ME\\*-M\\*' has layers with experts, and num_experts is not said"):
         from_megatron_args(args, 256, "")
 
 
@@ -274,3 +276,46 @@ def test_calibrated_input_scales_are_in_a_static_export_which_is_evaluated(tmp_p
         assert done.exit_code == 0, done.stderr
         losses.append(json.loads(done.stdout)["perplexity"])
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("pattern", ["ME*-M*", "ME*|-M*", "ME|*-|M*/"])
+def test_the_newest_name_of_its_pattern_is_read_and_has_the_stages_of_its_run(
+    source: Path, tmp_path: Path, pattern: str
+) -> None:
+    """megatron/core/models/hybrid/hybrid_layer_allocation.py, parse_hybrid_pattern."""
+    iteration = tmp_path / "m" / "release"
+    run(source, tmp_path / "m", "megatron")
+    shutil.rmtree(iteration / "precisionctl" / "hf")
+    change_args(iteration, hybrid_override_pattern=None, is_hybrid_model=None, hybrid_layer_pattern=pattern)
+    run(tmp_path / "m", tmp_path / "back", "hf", architecture="nemotron_h")
+    assert_same(source, tmp_path / "back")
+    run(tmp_path / "m", tmp_path / "cut", "megatron", architecture="nemotron_h", parallelism=Parallelism(pipeline=3))
+    args = TorchDistReader(tmp_path / "cut").args
+    assert args["hybrid_override_pattern"] == "ME*-M*" and "hybrid_layer_pattern" not in args
+
+
+def test_the_newest_name_of_its_pattern_counts_before_the_older_one() -> None:
+    """megatron/training/checkpointing.py, load_args_from_checkpoint: the older is read where the newer is not said."""
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": "MMMMMM"}
+    model = from_megatron_args(args | {"hybrid_layer_pattern": "ME*-|M*"}, 128, "args")
+    assert model.mamba and model.mamba.pattern == "ME*-M*"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hybrid_layer_pattern": "ME*-M*/*E/*E"}, "hybrid_layer_pattern='ME\\*-M\\*/\\*E/\\*E'"),
+        ({"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*E"}, "mtp_num_layers=2"),
+    ],
+)
+def test_prediction_layers_in_megatrons_arguments_are_refused_by_name(changes: dict[str, object], named: str) -> None:
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | changes
+    with pytest.raises(UnknownArchitecture, match=named):
+        from_megatron_args(args, 128, "args")
+
+
+@pytest.mark.parametrize("pattern", ["MEG-M*", "ME+-MD", ["M"] * 6, "", None, 6])
+def test_letters_of_other_layers_and_junk_are_refused(pattern: object) -> None:
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": None}
+    with pytest.raises(DamagedCheckpoint, match="a pattern of layers|hybrid pattern"):
+        from_megatron_args(args | {"hybrid_layer_pattern": pattern}, 128, "args")

@@ -9,12 +9,16 @@ from typing import Any
 import pico
 import pytest
 import torch
+from conversions import change_args
+from conversions import run as convert
 from gpt_models import VOCABULARY, converted, transformers_model
 from in_memory import InMemory
 from torch import Tensor
 from training import losses, make_source, make_text, run, settings
 
 from precisionctl.checkpoints.base import Companions
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import RouterSettings, load_recipe
@@ -328,3 +332,21 @@ def count(
     """A router's choices for real tokens, `[E]`."""
     real = batches[len(loads.setdefault(name, []))].padding_mask.flatten()
     loads[name].append(out[1][real].flatten().bincount(minlength=router.moe.num_experts))
+
+
+@pytest.mark.parametrize("factor", [1.25, -1.0, None])
+def test_tokens_that_megatron_drops_and_nothing_here_does_are_told_of(factor: float | None, tmp_path: Path) -> None:
+    """megatron/core/transformer/moe/router.py, TopKRouter.routing: a capacity factor counts outside of training too;
+    transformer_config.py: below 0 it is none."""
+    source = make_source(tmp_path / "hf", family="mixtral")
+    convert(source, tmp_path / "m", "megatron")
+    change_args(tmp_path / "m" / "release", moe_expert_capacity_factor=factor)
+    told = [
+        any(f"moe_expert_capacity_factor={factor}" in note for note in notes)
+        for notes in (
+            plan_command(Request(tmp_path / "m", tmp_path / "out", "hf")).notes,
+            plan_command(Request.export(tmp_path / "m", tmp_path / "out", "vllm", "dynamic")).notes,
+            run(settings(tmp_path / "m", make_text(tmp_path / "text"), tmp_path / "run", train__steps=1))[0].notes,
+        )
+    ]
+    assert told == [factor == 1.25] * 3

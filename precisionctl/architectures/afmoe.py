@@ -17,6 +17,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     all_but_every,
+    is_on,
     layer_types,
     layers_with_window,
     size,
@@ -55,7 +56,8 @@ def _write_layers(model: ModelShape) -> Config:
 
 
 def _read_scale(config: Config, where: object) -> Fields:
-    return {"embedding_multiplier": size(config, "hidden_size", where) ** 0.5 if config.get("mup_enabled") else 1.0}
+    scaled = is_on(config, "mup_enabled", where)
+    return {"embedding_multiplier": size(config, "hidden_size", where) ** 0.5 if scaled else 1.0}
 
 
 def _write_scale(model: ModelShape) -> Config:

@@ -12,6 +12,8 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    count,
+    is_on,
     layers,
     layers_in_window,
     size,
@@ -28,10 +30,10 @@ from precisionctl.model_shape import ModelShape
 _DENSE, _PATTERN, _OF_DENSE = "first_k_dense_replace", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"
 
 
-def _local(config: Config, count: int) -> list[bool]:
+def _local(config: Config, number: int) -> list[bool]:
     said = {_PATTERN: 4, _OF_DENSE: 1} | dict(config)
-    dense = size(config, _DENSE, "config.json", count) if config.get(_DENSE) else 0
-    lengths = {_OF_DENSE: dense, _PATTERN: count - dense}
+    dense = 0 if config.get(_DENSE) in (None, 0) else size(config, _DENSE, "config.json", number)
+    lengths = {_OF_DENSE: dense, _PATTERN: number - dense}
     return [(layer + 1) % size(said, key, "config.json") != 0 for key, each in lengths.items() for layer in range(each)]
 
 
@@ -45,7 +47,7 @@ def _read_layers(config: Config, where: object) -> Fields:
     in_window = layers_in_window(config, where, _local)
     if config.get("sliding_window", _LENGTH) is None:
         in_window = [False] * layers(config, where)
-    dense_have = config.get(_OF_DENSE, 1) == 1
+    dense_have = size({_OF_DENSE: 1} | dict(config), _OF_DENSE, where) == 1
     each = zip(in_window, fields["moe.layer_freq"], strict=True)
     rope_layers = tuple(window or (dense_have and not experts) for window, experts in each)
     return {**fields, "rope_layers": None if all(rope_layers) else rope_layers}
@@ -61,7 +63,7 @@ def _read_sizes(config: Config, where: object) -> Fields:
     expert = size(config, "intermediate_size", where)
     dense = config.get("prefix_dense_intermediate_size")
     fields: dict[str, object] = {"moe.ffn_hidden_size": expert, "ffn_hidden_size": expert if dense is None else dense}
-    if not config.get("num_shared_experts"):
+    if not count(config, "num_shared_experts", where):
         return fields
     strategy = config.get("shared_expert_combination_strategy", "average")
     if strategy not in ("average", "sum"):
@@ -85,7 +87,7 @@ def _read_router(config: Config, where: object) -> Fields:
     if function not in ("softmax", "sigmoid"):
         what = f"expert_selection_fn={shown(function)}"
         raise UnknownArchitecture(what, where=where, do="Known are `softmax` and `sigmoid`.")
-    apart = function == "sigmoid" and not config.get("norm_topk_prob", True)
+    apart = function == "sigmoid" and not is_on(config, "norm_topk_prob", where, True)
     return {"moe.score_function": function, "moe.pre_softmax": apart}
 
 

@@ -38,19 +38,24 @@ class Entry(Protocol):
 @dataclass(frozen=True)
 class Key:
     """One field under one key, or an older one; absent or null, it is `default`. A default that is a bool makes a
-    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another."""
+    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another.
+    `synonym` is another word for the key, which the class takes for the same (`attribute_map`)."""
 
     field: str
     key: str
     default: Any = NEEDED
     older: str = ""
     absent: Any = None
+    synonym: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (self.key, self.older) if self.older else (self.key,)
+        return (self.key, *(word for word in (self.older, self.synonym) if word))
 
     def read(self, config: Config, where: object) -> Fields:
+        if self.synonym and self.synonym in config:
+            config = {self.key: config[self.synonym], **config}
+            Synonyms({self.synonym: self.key}).read(config, where)
         value = config.get(self.key, self.absent)
         if value is None and self.older:
             value = config.get(self.older)
@@ -58,7 +63,7 @@ class Key:
             if self.default is NEEDED:
                 raise DamagedCheckpoint(f"no `{self.key}`", where=where, do="Is the file whole?")
             value = self.default
-        return {self.field: bool(value) if isinstance(self.default, bool) else value}
+        return {self.field: is_on({self.key: value}, self.key, where) if isinstance(self.default, bool) else value}
 
     def write(self, model: ModelShape) -> Config:
         value = attrgetter(self.field)(model)
@@ -123,8 +128,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): it goes by
-    what stands last in the file, so a file that has both must have one value."""
+    """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): which it
+    goes by, of a file that has both, is an accident, so they must have one value. Only a Key reads such a word alone
+    (`Key.synonym`)."""
 
     words: Mapping[str, str]
 
@@ -143,6 +149,15 @@ class Synonyms:
         return {}
 
 
+def is_on(config: Config, key: str, where: object, absent: bool = False) -> bool:
+    """Whether a switch is on; null is off. Raises DamagedCheckpoint for what is none, whose truth in Python says
+    nothing: `"no"` would be on."""
+    value = config.get(key, absent)
+    if value not in (None, False, True):
+        raise DamagedCheckpoint(f"{key} is {shown(value)}, not true or false", where=where)
+    return bool(value)
+
+
 def size(config: Config, key: str, where: object, largest: int | None = None) -> int:
     """A size that other fields are computed from."""
     value = config.get(key)
@@ -155,6 +170,11 @@ def size(config: Config, key: str, where: object, largest: int | None = None) ->
     return int(value)
 
 
+def count(config: Config, key: str, where: object) -> int:
+    """As `size`, of what there may be none of: 0 or null."""
+    return 0 if config.get(key) in (None, 0) else size(config, key, where)
+
+
 def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:
     """Number of layers, small enough to list something for each."""
     return size(config, key, where, MOST_LAYERS)
@@ -162,10 +182,11 @@ def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int
 
 def _read_heads(config: Config, where: object) -> Fields:
     heads = size(config, "num_attention_heads", where)
+    as_many = config.get("num_key_value_heads") is None
     head_dim = config.get("head_dim")
     return {
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "num_query_groups": heads if as_many else size(config, "num_key_value_heads", where),
         "kv_channels": size(config, "hidden_size", where) // heads if head_dim is None else head_dim,
     }
 
@@ -210,7 +231,7 @@ def attention_bias(default: bool) -> Rule:
     """One switch for the attention's four linears; `default` where the key is absent."""
 
     def read(config: Config, where: object) -> Fields:
-        return dict.fromkeys(("qkv_bias", "proj_bias"), bool(config.get("attention_bias", default)))
+        return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", where, default))
 
     def write(model: ModelShape) -> Config:
         return {} if model.proj_bias == default else {"attention_bias": model.proj_bias}
@@ -225,7 +246,7 @@ def activation(key: str, names: Mapping[str, Activation], default: str | None = 
     """An activation by one of the names that it goes by, the one to write first; absent, `default`."""
 
     def read(config: Config, where: object) -> Fields:
-        name = config.get(key) or default
+        name = default if config.get(key) is None else config[key]
         if not isinstance(name, str) or name not in names:
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has {key}={shown(name)}",
@@ -282,7 +303,7 @@ def sliding_window(
     def read(config: Config, where: object) -> Fields:
         listed_layers(config, _WINDOWS, where)  # raises for another kind, also where no window is said
         window = config.get("sliding_window", absent)
-        if window is None or (switch and not config.get(switch)):
+        if window is None or (switch and not is_on(config, switch, where)):
             return {}
         windows = layers_in_window(config, where, local)
         if not listed and windows != local(config, len(windows)):

@@ -11,6 +11,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     Synonyms,
+    count,
     layers,
     listed_layers,
     size,
@@ -40,8 +41,7 @@ def leading_dense(key: str, default: int = 0) -> Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
     def read(config: Config, where: object) -> Fields:
-        said = {key: default} | dict(config)
-        dense = size(said, key, where) if said[key] else 0
+        dense = count({key: default} | dict(config), key, where)
         return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
 
     def write(model: ModelShape) -> Config:
@@ -54,10 +54,8 @@ def shared_experts(key: str, default: int | None = None) -> Rule:
     """How many shared experts there are, each as large as a routed one; `default` where the key is absent."""
 
     def read(config: Config, where: object) -> Fields:
-        said = {key: default} | dict(config)
-        if not said[key]:
-            return {}
-        return {"moe.shared_ffn_hidden_size": size(said, key, where) * size(config, "moe_intermediate_size", where)}
+        number = count({key: default} | dict(config), key, where)
+        return {"moe.shared_ffn_hidden_size": number * size(config, "moe_intermediate_size", where)} if number else {}
 
     def write(model: ModelShape) -> Config:
         shared = model.moe.shared_ffn_hidden_size if model.moe else None
@@ -68,7 +66,7 @@ def shared_experts(key: str, default: int | None = None) -> Rule:
 
 
 EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
-    Key("moe.num_experts", "n_routed_experts"),
+    Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
     shared_experts("n_shared_experts"),

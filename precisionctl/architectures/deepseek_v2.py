@@ -14,8 +14,8 @@ from precisionctl.model_shape import ModelShape
 
 
 def _read_groups(config: Config, where: object) -> Fields:
-    method = config.get("topk_method") or "greedy"
-    if method == "greedy":
+    method = config.get("topk_method")
+    if method in (None, "greedy"):
         return {}
     if method != "group_limited_greedy":
         raise UnknownArchitecture(
@@ -39,7 +39,8 @@ ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     rows=decoder(ATTENTION),
     config=(
-        *COMMON,
+        *(entry for entry in COMMON if "n_routed_experts" not in entry.keys),
+        Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("mlp_bias", False),
         Only("scoring_func", "softmax"),

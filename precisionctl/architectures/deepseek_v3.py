@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(8, 4),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
     ),
     aliases=(TIED, *MTP_ALIASES),
     derived=ROTARY,

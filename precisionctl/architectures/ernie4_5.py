@@ -3,7 +3,7 @@
 Trap: one switch for all biases.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Rule, tied
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Rule, is_on, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -18,7 +18,9 @@ ARCHITECTURE = Architecture(
         SILU,
         Rule(
             ("use_bias",),
-            lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), bool(config.get("use_bias"))),
+            lambda config, where: dict.fromkeys(
+                ("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "use_bias", where)
+            ),
             lambda model: {"use_bias": model.mlp_bias},
         ),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),

@@ -16,7 +16,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    Synonyms,
+    count,
     layers,
     size,
     tied,
@@ -54,10 +54,8 @@ def _write_layers(model: ModelShape) -> Config:
 
 def _read_shared(config: Config, where: object) -> Fields:
     said = {"moe_num_shared_experts": 2, "moe_intermediate_size": 1536} | dict(config)
-    if not said["moe_num_shared_experts"]:
-        return {}
-    number = size(said, "moe_num_shared_experts", where)
-    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)}
+    number = count(said, "moe_num_shared_experts", where)
+    return {"moe.shared_ffn_hidden_size": number * size(said, "moe_intermediate_size", where)} if number else {}
 
 
 def _write_shared(model: ModelShape) -> Config:
@@ -73,9 +71,8 @@ ARCHITECTURE = Architecture(
         HEADS,
         SILU,
         Only("use_bias", False),
-        Key("moe.num_experts", "moe_num_experts", 64),
-        Key("moe.topk", "moe_k", 6),
-        Synonyms({"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}),
+        Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
+        Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 1536),
         Rule(("moe_num_shared_experts",), _read_shared, _write_shared),
         Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),

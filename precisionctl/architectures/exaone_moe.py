@@ -21,7 +21,8 @@ _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memo
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    number = one_or_none(config.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", where)
+    said = config.get("num_nextn_predict_layers")
+    number = one_or_none(0 if said is None else said, "num_nextn_predict_layers", where)
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
 
 

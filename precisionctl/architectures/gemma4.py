@@ -28,6 +28,8 @@ from precisionctl.architectures.config_keys import (
     Rule,
     activation,
     all_but_every,
+    count,
+    is_on,
     layer_types,
     layers,
     layers_in_window,
@@ -177,7 +179,7 @@ def _windows(config: Config, where: object) -> list[bool]:
 
 
 def _read_experts(config: Config, where: object) -> Fields:
-    if not config.get("enable_moe_block"):
+    if not is_on(config, "enable_moe_block", where):
         return {}
     if config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers"):
         what = f"no {config.get('model_type')} known here has use_double_wide_mlp=True beside experts"
@@ -218,7 +220,7 @@ def _write_windows(model: ModelShape) -> Config:
 
 def _read_heads(config: Config, where: object) -> Fields:
     sizes = {**_ABSENT, **config}
-    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, bool(config.get("attention_k_eq_v"))
+    own, keys_are_values = {"head_dim": sizes["global_head_dim"]}, is_on(config, "attention_k_eq_v", where)
     if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = sizes["num_global_key_value_heads"]
     if "per_layer_config" in config:
@@ -259,13 +261,14 @@ def _write_heads(model: ModelShape) -> Config:
 
 
 def _read_per_layer(config: Config, where: object) -> Fields:
-    if not config.get("hidden_size_per_layer_input", 256):
+    channels = count({"hidden_size_per_layer_input": 256} | dict(config), "hidden_size_per_layer_input", where)
+    if not channels:
         return {}
     known, tokens = size(config, "vocab_size", where), config.get("vocab_size_per_layer_input", 262144)
     if tokens != known:
         what = f"no {config.get('model_type')} known here has vocab_size_per_layer_input={shown(tokens)}"
         raise UnknownArchitecture(what, where=where, do=f"Its table was made for vocab_size, which is {known}.")
-    return {"per_layer_embed_dim": config.get("hidden_size_per_layer_input", 256)}
+    return {"per_layer_embed_dim": channels}
 
 
 def _write_per_layer(model: ModelShape) -> Config:

@@ -28,7 +28,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(percent=0.5, partial=True),
-        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
         tied(False),
     ),
     aliases=(TIED, *MTP_ALIASES),

@@ -15,6 +15,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     activation,
+    is_on,
     tied,
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, PROJ_BIAS, QKV_BIASES
@@ -37,8 +38,7 @@ def _write_rope(model: ModelShape) -> Config:
 
 
 def _read_bias(config: Config, where: object) -> Fields:
-    bias = config.get("attention_bias", True)
-    return {"qkv_bias": bool(bias), "proj_bias": bool(bias)}
+    return dict.fromkeys(("qkv_bias", "proj_bias"), is_on(config, "attention_bias", where, True))
 
 
 ARCHITECTURE = Architecture(

@@ -98,7 +98,7 @@ ARCHITECTURE = Architecture(
         Always("proj_bias", True),
         Always("mlp_bias", True),
         Always("softmax_offset", True),
-        Key("moe.num_experts", "num_local_experts"),
+        Key("moe.num_experts", "num_local_experts", synonym="num_experts"),
         Key("moe.topk", "num_experts_per_tok"),
         EXPERTS_EVERYWHERE,
         Always("moe.router_bias", True),

@@ -3,16 +3,22 @@
 Trap: gate and up of the shared expert come in one tensor, which is no part of `block_sparse_moe`.
 """
 
-from precisionctl.architectures.config_keys import Rule
+from precisionctl.architectures.config_keys import Config, Fields, Rule
 from precisionctl.architectures.granite import COMMON
 from precisionctl.architectures.granitemoe import EXPERT_KEYS, EXPERTS
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
 from precisionctl.architectures.param_map import Architecture
 
+
+def _read_shared(config: Config, where: object) -> Fields:
+    shared = config.get("shared_intermediate_size")
+    return {"moe.shared_ffn_hidden_size": None if shared == 0 else shared}
+
+
 SHARED = Rule(
     ("shared_intermediate_size",),
-    lambda config, where: {"moe.shared_ffn_hidden_size": config.get("shared_intermediate_size") or None},
+    _read_shared,
     lambda model: {"shared_intermediate_size": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
 )
 

@@ -69,7 +69,7 @@ ARCHITECTURE = Architecture(
         SILU,
         Only("mlp_bias", False),
         Only("qk_norm", True, "qk_layernorm", True),
-        Key("moe.num_experts", "num_experts", older="num_local_experts"),
+        Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Rule(_SIZE.keys, _SIZE.read, _write_size),

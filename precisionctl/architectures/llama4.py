@@ -17,6 +17,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    is_on,
     layers,
     listed_layers,
     numbered_layers,
@@ -61,7 +62,8 @@ def _write_chunks(model: ModelShape) -> Config:
 
 def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
     """An empty list, as in published files, stands for none."""
-    return with_rope({**config, "no_rope_layers": config.get("no_rope_layers") or None}, where)
+    listed = config.get("no_rope_layers")
+    return with_rope({**config, "no_rope_layers": None if listed == [] else listed}, where)
 
 
 def _read_rope_layers(config: Config, where: object) -> Fields:
@@ -70,7 +72,7 @@ def _read_rope_layers(config: Config, where: object) -> Fields:
 
 
 def _read_query_scaling(config: Config, where: object) -> Fields:
-    if not config.get("attn_temperature_tuning", True):
+    if not is_on(config, "attn_temperature_tuning", where, True):
         return {}
     return {
         "query_scaling_beta": config.get("attn_scale", 0.1),

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model_parts import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, MoE, check_size, real
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import differences
@@ -30,6 +30,8 @@ WITHOUT = (
     *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
 BALANCING = "moe_router_load_balancing_type"
+HYBRID_PATTERN = "hybrid_layer_pattern"
+CAPACITY = "moe_expert_capacity_factor"
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
@@ -80,6 +82,9 @@ _MAMBA = {  # argument, field of Mamba2
     "mamba_num_groups": "num_groups",
     "mamba_state_dim": "state_dim",
 }
+INDEXER_NORM_EPSILON = 1e-6
+"""Of the norm of an indexer's keys in transformers (modeling_deepseek_v32.py, modeling_glm_moe_dsa.py), whatever
+config.json says."""
 MEGATRON_ONLY = (
     *("padded_vocab_size", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma"),
 )
@@ -202,13 +207,24 @@ def _dsa_args(model: ModelShape) -> dict[str, Any]:
         **{argument: getattr(model.dsa, field) for argument, field in _DSA.items()},
         "dsa_indexer_topk_freq": every,
         "dsa_indexer_skip_topk_offset": after,
-        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPSILON,
     }
 
 
 def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
     """Which layers have an indexer: the first ones, and after the layer of number `after` each of this number."""
     return tuple(max(layer - max(after, 1), 0) % every == 0 for layer in range(1, num_layers + 1))
+
+
+def indexer_norm_epsilon(args: Mapping[str, Any]) -> float:
+    """The epsilon of the norm of an indexer's keys, which is the other norms' where no argument says it
+    (megatron/core/transformer/experimental_attention_variant/dsa.py, DSAIndexer). Raises DamagedCheckpoint."""
+    said = args.get("dsa_indexer_k_norm_epsilon")
+    return _norm_epsilon(args, "") if said is None else real(said, "dsa_indexer_k_norm_epsilon")
+
+
+def _norm_epsilon(args: Mapping[str, Any], where: object) -> Any:
+    return args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
 
 
 def _read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
@@ -257,12 +273,28 @@ def _mamba_args(model: ModelShape) -> dict[str, Any]:
 
 def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
     """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none."""
-    if not (args.get("is_hybrid_model") or args.get("hybrid_override_pattern")):
+    pattern = _hybrid_pattern(args)
+    if not (args.get("is_hybrid_model") or pattern):
         return None
     defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
+    defaults["hybrid_override_pattern"] = pattern
     if defaults.get("mamba_num_heads") is None:
         defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
     return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
+
+
+def _hybrid_pattern(args: Mapping[str, Any]) -> Any:
+    """A letter for each layer. Under its name since 2026, which Megatron heeds before the older one, there is a `|`
+    where a pipeline stage begins, and behind a `/` each prediction layer
+    (megatron/core/models/hybrid/hybrid_layer_allocation.py)."""
+    said = args.get(HYBRID_PATTERN) or args.get("hybrid_override_pattern")
+    if not isinstance(said, str):
+        return said
+    layers, _, prediction = said.partition("/")
+    if prediction.strip("/"):
+        what = f"no family known here has the prediction layers of Megatron's {HYBRID_PATTERN}={shown(said)}"
+        raise UnknownArchitecture(what)
+    return layers.replace("|", "")
 
 
 def as_in_megatron(model: ModelShape) -> ModelShape:
@@ -289,7 +321,8 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
             if args.get(name):
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
-        return _read(args, padded_vocab_size, where)
+        with at(where):
+            return _read(args, padded_vocab_size, where)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error
 
@@ -301,8 +334,9 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     check_size(num_layers, "num_layers", MOST_LAYERS)
     distances = args.get("window_size")  # to the left and right, -1 without end; Hugging Face counts the token itself
     window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
+    skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
-    epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
+    epsilon = _norm_epsilon(args, where)
     sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
     mla = MLA(**sizes) if sizes else None
     scaling = _read_rope(args, mla, where)
@@ -310,10 +344,16 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         if name not in ("rope_type", "truncate"):
             real(value, name)
     mamba = read_mamba(args)
+    if mamba and args.get("mtp_num_layers"):
+        what = f"no family of Mamba-2 mixers known here has Megatron's mtp_num_layers={shown(args['mtp_num_layers'])}"
+        raise UnknownArchitecture(what, where=where)
     known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
     kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
-    rope_layers = _read_rope_layers(args.get("no_rope_freq"), num_layers)
+    no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
+    if isinstance(no_rope, list | tuple):
+        no_rope = [not each for each in no_rope]
+    rope_layers = _all_but_every(no_rope, num_layers) if no_rope else None
     if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
         what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
         raise UnknownArchitecture(what, where=where)
@@ -340,7 +380,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         rotary_interleaved=bool(args.get("rotary_interleaved")),
         rope_scaling=scaling,
         sliding_window=window,
-        window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
+        window_layers=None if window is None or skipping is None else _all_but_every(skipping, num_layers),
         rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
@@ -410,22 +450,11 @@ def _entries(listed: Any) -> tuple[bool, ...]:
     return tuple(bool(each) for each in listed)
 
 
-def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
-    """`N`: every N-th layer sees all; a list: 1 where there is a window."""
-    if frequency is None:
-        return None
+def _all_but_every(frequency: Any, num_layers: int) -> tuple[bool, ...]:
+    """`N`: all layers but every N-th; a list: 1 where it is one."""
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
     return _entries(frequency)
-
-
-def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
-    """`N`: every N-th layer has no rotary embeddings; a list: 1 where a layer has none."""
-    if not frequency:
-        return None
-    if isinstance(frequency, int):
-        return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return tuple(not each for each in _entries(frequency))
 
 
 def _read_moe(
@@ -433,7 +462,9 @@ def _read_moe(
 ) -> MoE | None:
     if not args.get("num_experts"):
         if mamba and "E" in mamba.pattern:
-            what = f"hybrid_override_pattern {mamba.pattern} has layers with experts, and num_experts is not said"
+            what = (
+                f"hybrid_override_pattern {shown(mamba.pattern)} has layers with experts, and num_experts is not said"
+            )
             raise DamagedCheckpoint(what, where=where)
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
@@ -471,10 +502,8 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     known = (None, "dsa", *_DELTA_NET_NAMES)
     if _one_of(args, "experimental_attention_variant", known, None, "") not in _DELTA_NET_NAMES:
         return None
-    frequency, numbers = args["linear_attention_freq"], range(1, args["num_layers"] + 1)
-    listed = [number % frequency for number in numbers] if isinstance(frequency, int) else frequency
     sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
-    return GatedDeltaNet(_entries(listed), **sizes)
+    return GatedDeltaNet(_all_but_every(args["linear_attention_freq"], args["num_layers"]), **sizes)
 
 
 def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:

@@ -38,6 +38,7 @@ _PREDICTION: dict[str, tuple[object, ...]] = {
     "mtp_mlp_layer_types": (None, [], ["sparse"], ["dense"]),
 }
 """What may be said of the prediction layer."""
+_NUMBER = Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers")
 
 
 def _nowhere(config: Config, layers: int) -> list[bool]:
@@ -49,9 +50,8 @@ def _read_prediction(config: Config, where: object) -> Fields:
         if config.get(key) not in known:
             do = "Known is one prediction layer, with a window, whose MLP is `sparse` or `dense`."
             raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where, do=do)
-    counts = (config.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
-    number = next((count for count in counts if count is not None), 0)
-    return {"mtp_num_layers": int(number), "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
+    number = int(_NUMBER.read(config, where)["mtp_num_layers"])
+    return {"mtp_num_layers": number, "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
 
 
 def _write_prediction(model: ModelShape) -> Config:
@@ -68,7 +68,7 @@ ARCHITECTURE = Architecture(
         ATTENTION_BIAS,
         SILU,
         Always("qk_layernorm", True),
-        Key("moe.num_experts", "num_experts", older="num_local_experts"),
+        Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         experts_by_list(dense=0),

@@ -65,7 +65,7 @@ ARCHITECTURE = Architecture(
         *NORM_OVER_HEADS,
         Only("use_qk_norm", True),
         Only("qk_norm_type", "per_layer"),
-        Key("moe.num_experts", "num_local_experts", 256, older="num_experts"),
+        Key("moe.num_experts", "num_local_experts", 256, synonym="num_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         EXPERTS_EVERYWHERE,
         Only("scoring_func", "sigmoid"),

@@ -58,7 +58,7 @@ ARCHITECTURE = Architecture(
         *SIZES,
         HEADS,
         SILU,
-        Key("moe.num_experts", "num_local_experts", 8),
+        Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
         Key("moe.topk", "num_experts_per_tok", 2),
         EXPERTS_EVERYWHERE,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),

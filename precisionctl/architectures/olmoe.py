@@ -30,7 +30,7 @@ ARCHITECTURE = Architecture(
         SILU,
         *NORM_OVER_HEADS,
         Only("clip_qkv", None),
-        Key("moe.num_experts", "num_experts", 64, older="num_local_experts"),
+        Key("moe.num_experts", "num_experts", 64, synonym="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         EXPERTS_EVERYWHERE,
         SCORES,

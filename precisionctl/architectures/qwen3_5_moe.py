@@ -19,7 +19,7 @@ ARCHITECTURE = Architecture(
         Key("ffn_hidden_size", "moe_intermediate_size", 512),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
         EVERY_LAYER_SPARSE,
-        Key("moe.num_experts", "num_experts", 256, older="num_local_experts"),
+        Key("moe.num_experts", "num_experts", 256),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
         Always("moe.shared_expert_gate", True),

@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     everywhere,
+    is_on,
     layers,
     numbered_layers,
     size,
@@ -23,7 +24,8 @@ from precisionctl.model_shape import ModelShape
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    without = numbered_layers(config.get("mlp_only_layers") or [], "mlp_only_layers", where)
+    said = config.get("mlp_only_layers")
+    without = numbered_layers([] if said is None else said, "mlp_only_layers", where)
     step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
     numbers = range(layers(config, where))
     return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
@@ -38,7 +40,7 @@ def scores(default: bool) -> Rule:
     """Whether the weights of the chosen experts add up to one; `default` where the key is absent."""
     return Rule(
         ("norm_topk_prob",),
-        lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob", default)},
+        lambda config, where: {"moe.pre_softmax": not is_on(config, "norm_topk_prob", where, default)},
         lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
     )
 
@@ -46,7 +48,7 @@ def scores(default: bool) -> Rule:
 SCORES = scores(False)
 
 EXPERTS_OF_LAYERS: tuple[Entry, ...] = (
-    Key("moe.num_experts", "num_experts", older="num_local_experts"),
+    Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
     Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),

@@ -100,7 +100,8 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
             fields = read_rope(config, where, parameters, base, 1.0)
             _check_whole(fields, config, where)
             return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
-        by_kind = [parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
+        said = [parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
+        by_kind = [{} if each is None else each for each in said]
         if not all(isinstance(each, dict) for each in by_kind):
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}", where=where)
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
@@ -140,7 +141,7 @@ def rotary_parameters(
     """What config.json says of rotary embeddings, under either of its keys; or under both, where they agree. Raises
     DamagedCheckpoint where they do not. `base` is the rotary base that the family's class takes where none is said,
     `absent` what it takes where no parameters are: `{}` are some, and scale nothing."""
-    both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) not in (None, {})]
     for parameters in both:
         if not isinstance(parameters, Mapping):
             raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)

@@ -13,6 +13,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    is_on,
     layers,
     size,
     sliding_window,
@@ -51,7 +52,7 @@ _SWITCH = "use_sliding_window"
 
 
 def _without_rope(config: Config, layers: int) -> list[bool]:
-    return [bool(config.get(_SWITCH)) and not each for each in with_rope(config, "config.json")]
+    return [is_on(config, _SWITCH, "config.json") and not each for each in with_rope(config, "config.json")]
 
 
 def _write_switch(model: ModelShape) -> Config:

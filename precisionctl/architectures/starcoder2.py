@@ -12,6 +12,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     activation,
     everywhere,
+    is_on,
     sliding_window,
     tied,
 )
@@ -43,7 +44,9 @@ ARCHITECTURE = Architecture(
         HEADS,
         Rule(
             ("use_bias",),
-            lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), config.get("use_bias", True)),
+            lambda config, where: dict.fromkeys(
+                ("qkv_bias", "proj_bias", "mlp_bias"), is_on(config, "use_bias", where, True)
+            ),
             lambda model: {"use_bias": model.mlp_bias},
         ),
         activation("hidden_act", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),

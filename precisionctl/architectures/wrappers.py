@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.config_keys import Config, is_on
 from precisionctl.architectures.moe_rows import EXPERTS, FUSED
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.read_off import rows as rows_of
@@ -200,8 +200,9 @@ def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
 def may_be_tied(config: Config) -> bool:
     """Whether the head may be the embedding, which is then not stored: what neither a wrapper's config.json nor its
     `text_config` says is told by the tensors."""
-    here, within = (part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
-    return bool(here or within or (here is None and within is None))
+    parts = (config, config.get("text_config") or {})
+    on = [is_on(part, "tie_word_embeddings", "config.json") for part in parts]
+    return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)
 
 
 def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> ModelShape:

@@ -18,6 +18,7 @@ from precisionctl.commands.notes import (
     known_state_notes,
     left_behind_notes,
     missing_notes,
+    model_notes,
     rounded_notes,
     unreached_notes,
 )
@@ -108,6 +109,8 @@ def for_engine(request: Request, source: Source) -> Result:
         notes += kv_cache.notes(engine, form.method, known.current)
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
+    notes += kv_cache.of_no_cache(source.encodings, source.plan)
+    notes += model_notes(reader, source.plan, named=request.architecture is not None)
     notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
     notes += rounded_notes(reader, plan)
     notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
@@ -190,6 +193,7 @@ def as_before(request: Request, source: Source) -> Result:
     plan = encode(source.plan, policy)
     notes = [
         *edge_notes(encodings, plan),
+        *model_notes(reader, plan, named=request.architecture is not None),
         *left_behind_notes(reader),
         *adapter_notes(reader),
         *companion_notes(reader),

@@ -5,7 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron_args import (
+    CAPACITY,
+    INDEXER_NORM_EPSILON,
+    indexer_norm_epsilon,
+    otherwise_in_megatron,
+)
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
@@ -54,6 +59,11 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
         yield from _other_arithmetic(model, to)
+    if of_megatron(reader) and model.dsa and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
+        yield (
+            f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
+            f"Megatron by the arguments written here, with {INDEXER_NORM_EPSILON:g}."
+        )
     if to == "hf" and of_megatron(reader) and not named and not reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
@@ -107,7 +117,13 @@ def _in_words(setting: object) -> str:
 
 
 def unread_notes(reader: Reader) -> Iterator[str]:
-    """Notes on what nothing here reads of the run that saved the source."""
+    """Notes on what nothing here reads of the run that saved the source, or does as it did."""
+    factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
+    if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
+        yield (
+            f"By its {CAPACITY}={shown(factor)} Megatron-Core leaves out tokens of experts that too many chose, in "
+            "evaluation too; transformers and `resume` leave none out."
+        )
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
     if isinstance(reader, SavedStatesReader | DcpModelReader | HuggingFaceReader) and reader.unread:
@@ -205,18 +221,28 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
-    """A note that the vocabulary of a Megatron source is padded to another size, or no more."""
-    if before.padded_vocab_size == after.padded_vocab_size:
+def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
+    if not of_megatron(reader):
         return
-    if after.padded_vocab_size == after.vocab_size:
-        removed = before.padded_vocab_size - after.vocab_size
-        yield f"The vocabulary has {after.vocab_size} rows: the {removed} of Megatron's padding are left out."
-    else:
+    before, after = reader.model, plan.model
+    padding = before.padded_vocab_size - before.vocab_size
+    if plan.target == "hf" and padding:
+        yield f"The vocabulary has {before.vocab_size} rows: the {padding} of Megatron's padding are left out."
+    if plan.target == "megatron" and before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
         )
+
+
+def model_notes(reader: Reader, plan: Plan, *, named: bool) -> Iterator[str]:
+    """Notes on what the source leaves open of its model, and the command if it did not name the family (`named`), and
+    on what becomes of the vocabulary."""
+    yield from family_notes(reader, plan.model, plan.target, named=named)
+    if plan.target == "hf":
+        yield from vocabulary_notes(reader)
+    yield from padding_notes(reader, plan)
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:

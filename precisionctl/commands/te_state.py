@@ -17,6 +17,7 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     left_behind_notes,
     missing_notes,
+    model_notes,
     rounded_notes,
 )
 from precisionctl.commands.request import TE_TITLE, Request
@@ -48,6 +49,7 @@ def with_te_state(request: Request, source: Source) -> Result:
     notes = [
         *source.known.notes,
         *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
+        *model_notes(reader, source.plan, named=request.architecture is not None),
         *left_behind_notes(reader),
         *missing_notes(reader),
         *adapter_notes(reader),

@@ -13,16 +13,14 @@ from precisionctl.commands.notes import (
     companion_notes,
     decoded_base_notes,
     decoded_notes,
-    family_notes,
     known_state_notes,
     left_behind_notes,
     missing_notes,
-    padding_notes,
+    model_notes,
     payload_notes,
     stage_notes,
     state_notes,
     tower_notes,
-    vocabulary_notes,
 )
 from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
@@ -60,19 +58,15 @@ def as_values(request: Request, source: Source) -> Result:
 def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
-    yield from family_notes(reader, plan.model, request.to, named=request.architecture is not None)
+    yield from model_notes(reader, plan, named=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
     yield from decoded_base_notes(reader)
     yield from companion_notes(reader)
     if request.to == "hf" and (of_megatron(reader) or of_trainer(reader)):
         yield from missing_notes(reader)
-        yield from vocabulary_notes(reader)
     if request.to == "megatron":
         yield from tower_notes(plan)
-    if of_megatron(reader):
-        yield from padding_notes(reader.model, plan.model)
-    if request.to == "megatron":
         yield from stage_notes(plan.parallelism, plan.model.num_layers)
     if run.left:
         left = ", ".join(run.left)

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
-from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable, shown
 from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
@@ -25,6 +25,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import CODES, QuantMethod
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
 _PROJECTION = "linear_proj"
@@ -122,6 +123,19 @@ def left_out(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
     places = _places(encodings)
     if any(_stored(encodings, places.get(stem, [])) for stem in _attentions(plan)):
         yield "The source's scales of a KV cache are left out; --kv-cache fp8 takes them along."
+
+
+def of_no_cache(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+    """Tell of scales of the source that belong neither to a weight nor to keys or values of the model, and so have no
+    place in an export: those of layers without softmax attention, of queries and of probabilities."""
+    if encodings is None:
+        return
+    of_weights = {name for scales in encodings.scales.values() for name in scales.names}
+    attentions, kinds = _attentions(plan), {name: attention_and_kind(name) for name in encodings.stored.specs}
+    rest = [name for name, of in kinds.items() if name not in of_weights and (of is None or of[0] not in attentions)]
+    if rest:
+        what = counted(len(rest), "scale")
+        yield f"{what} of the source, of no keys or values that the model caches, stay behind, e.g. {shown(min(rest))}."
 
 
 def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:

@@ -4,7 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
+from precisionctl.architectures.megatron_args import (
+    CAPACITY,
+    otherwise_in_megatron,
+    read_megatron_args,
+    to_megatron_args,
+)
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
@@ -42,6 +47,7 @@ _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bi
 
 _YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save")
 
+_DROPPING = "moe_token_drop_policy"
 _BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 _SIZES = (
@@ -162,15 +168,17 @@ def _training_options(source: LaunchSource) -> list[Option]:
 
 
 def _balance_options(args: Mapping[str, Any]) -> list[Option]:
-    """The flags of what keeps the loads of experts even, of which some are lists."""
+    """The flags of what keeps the loads of experts even, of which some are lists, and of what drops tokens."""
     options: list[Option] = []
     names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     kinds, coefficients = (one if isinstance(one := args.get(name), list) else [one] for name in names)
     if all(kind in _BALANCE_KINDS for kind in kinds) and all(isinstance(value, int | float) for value in coefficients):
         options += [(_flag(names[0]), *map(str, kinds)), (_flag(names[1]), *map(str, coefficients))]
-    for name in ("moe_z_loss_coeff", "moe_router_bias_update_rate"):
+    for name in ("moe_z_loss_coeff", "moe_router_bias_update_rate", CAPACITY):
         if isinstance(args.get(name), int | float):
             options.append((_flag(name), str(args[name])))
+    if args.get(_DROPPING) in ("probs", "position"):
+        options.append((_flag(_DROPPING), args[_DROPPING]))
     return options
 
 

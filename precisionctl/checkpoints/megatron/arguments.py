@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron_args import HYBRID_PATTERN, to_megatron_args
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import DelayedScaling, Fp8States
@@ -43,6 +43,7 @@ STAGES = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    HYBRID_PATTERN,  # in which stages begin; of two names, Megatron heeds this one, and the other is written
 )
 """Megatron's arguments for how layers are distributed to pipeline stages. Those of the source do not hold for the
 result."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from precisionctl.architectures.megatron_args import BALANCING, WITHOUT
+from precisionctl.architectures.megatron_args import BALANCING, CAPACITY, HYBRID_PATTERN, WITHOUT
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.model_shape import ModelShape
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -61,6 +61,7 @@ _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _VARIANT = "experimental_attention_variant"
+_ONLY_READ = (_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *WITHOUT)
 _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
@@ -206,7 +207,7 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
-    args = {name: fields[name] for name in (*_SAME, _VARIANT, BALANCING, *WITHOUT) if name in fields}
+    args = {name: fields[name] for name in (*_SAME, *_ONLY_READ) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
     if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
