@@ -203,6 +203,7 @@ def _dsa_args(model: ModelShape) -> dict[str, Any]:
         "dsa_indexer_topk_freq": every,
         "dsa_indexer_skip_topk_offset": after,
         "dsa_indexer_k_norm_epsilon": 1e-6,
+        "apply_rope_fusion": False,  # Megatron-Core asserts it
     }
 
 
