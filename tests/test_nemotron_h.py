@@ -106,13 +106,20 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
     ("key", "value"),
     [
         *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
-        *(("time_step_limit", [0.001, float("inf")]), ("mamba_dt_limit", [0.0, 0.1])),
+        *(("time_step_limit", [0.001, float("inf")]), ("time_step_limit", [0.0, 3e38]), ("mamba_dt_limit", [0.0, 0.1])),
         *(("mamba_d_conv", 3), ("mamba_conv_bias", False)),  # words of the first configs
     ],
 )
 def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=key):
         from_hf_config(pico.make("nemotron-h").config.to_dict() | {key: value})
+
+
+@pytest.mark.parametrize("end", [float("inf"), {"__float__": "Infinity"}, 1e308])
+def test_a_limit_that_no_step_reaches_is_none(end: object) -> None:
+    """Nemotron 3 Super has infinity, transformers writes it as an object, and Nemotron 3 Ultra has 1e308."""
+    config = pico.make("nemotron-h").config.to_dict()
+    assert from_hf_config(config | {"time_step_limit": [0.0, end]}) == from_hf_config(config)
 
 
 def test_another_word_for_its_layers_must_not_say_otherwise() -> None:
