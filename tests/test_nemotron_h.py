@@ -158,6 +158,18 @@ def test_patterns_with_experts_that_no_argument_describes_are_refused() -> None:
         from_megatron_args(args, 256, "")
 
 
+def test_the_pattern_of_newer_megatrons_is_read() -> None:
+    """Megatron-LM 0.17 to 0.19 (arguments.py) save `hybrid_layer_pattern`, with `|` between pipeline stages."""
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1))
+    pattern = args.pop("hybrid_override_pattern")
+    del args["is_hybrid_model"]
+    newer = args | {"hybrid_override_pattern": None, "hybrid_layer_pattern": f"{pattern[:3]}|{pattern[3:]}"}
+    found = from_megatron_args(newer, 256, "")
+    assert found.architecture == "nemotron_h" and found.mamba and found.mamba.pattern == pattern
+    with pytest.raises(UnknownArchitecture, match="prediction layers"):
+        from_megatron_args(newer | {"hybrid_layer_pattern": f"{pattern}/*E"}, 256, "")
+
+
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
 def test_what_others_compute_of_a_mixer_is_told(tmp_path: Path, epsilon: float) -> None:
     """transformers clamps steps from below, seen in what it makes; Megatron-Core's norm has an epsilon of its own."""

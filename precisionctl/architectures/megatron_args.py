@@ -257,10 +257,19 @@ def _mamba_args(model: ModelShape) -> dict[str, Any]:
 
 
 def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
-    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none."""
-    if not (args.get("is_hybrid_model") or args.get("hybrid_override_pattern")):
+    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none.
+    Raises UnknownArchitecture where prediction layers stand behind them."""
+    pattern = args.get("hybrid_layer_pattern") or args.get(
+        "hybrid_override_pattern"
+    )  # the first since Megatron-LM 0.17
+    if not (args.get("is_hybrid_model") or pattern):
         return None
+    if isinstance(pattern, str):  # hybrid_layer_allocation.py: `|` ends a pipeline stage, `/` begins a prediction layer
+        if "/" in pattern:
+            raise UnknownArchitecture(f"no family known here has prediction layers behind layers of {shown(pattern)}")
+        pattern = pattern.replace("|", "")
     defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
+    defaults["hybrid_override_pattern"] = pattern
     if defaults.get("mamba_num_heads") is None:
         defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
     return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
@@ -306,6 +315,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
     sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
     mla = MLA(**sizes) if sizes else None
+    qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     scaling = _read_rope(args, mla, where)
     for name, value in (scaling or {}).items():
         if name not in ("rope_type", "truncate"):
@@ -348,11 +358,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
-        qkv_bias=biased or bool(args.get("add_qkv_bias")),
+        qkv_bias=(biased and mla is None) or qkv_biased,
         proj_bias=biased,
         mlp_bias=biased,
         add_bias_linear=biased,
-        add_qkv_bias=bool(args.get("add_qkv_bias")),
+        add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
         dsa=_read_dsa(args, num_layers),
