@@ -46,6 +46,12 @@ _SAME = (
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
+_OF_NEWER = (
+    *("hybrid_layer_pattern", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+    "dsa_indexer_scoring_relu",
+)
+"""Fields of Bridge's providers since 0.4, which are read and not written."""
 _RENAMED = {  # argument: field
     "num_experts": "num_moe_experts",
     "use_rope_scaling": "rope_scaling",
@@ -206,7 +212,7 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
-    args = {name: fields[name] for name in (*_SAME, _VARIANT, BALANCING, *WITHOUT) if name in fields}
+    args = {name: fields[name] for name in (*_SAME, *_OF_NEWER, _VARIANT, BALANCING, *WITHOUT) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
     if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
