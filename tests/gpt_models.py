@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     ),
     "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are

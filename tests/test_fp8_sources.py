@@ -211,6 +211,28 @@ def test_an_older_modelopt_says_its_method_in_a_file_of_its_own(tmp_path: Path) 
     assert torch.equal(decoded(HuggingFaceReader(tmp_path), name), weight.values)
 
 
+def test_modelopt_is_known_by_its_algorithm_where_it_did_not_write_its_name(tmp_path: Path) -> None:
+    """As in Qwen3-32B-FP8-Static-PerTensor, of ModelOpt 0.31."""
+    made = fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    tensors = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config["quantization_config"] = {
+        "config_groups": {"group_0": {"input_activations": tensors, "weights": tensors}},
+        "ignore": ["lm_head"],
+        "quant_algo": "FP8",
+        "kv_cache_scheme": "FP8",
+        "producer": {"name": "modelopt", "version": "0.31.0"},
+    }
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    name, weight = next(iter(made.items()))
+    assert torch.equal(decoded(HuggingFaceReader(tmp_path / "fp8"), name), weight.values)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")
+    assert torch.equal(
+        load_file(tmp_path / "back/model.safetensors")[name].view(torch.uint8), weight.codes.view(torch.uint8)
+    )
+
+
 def test_fused_experts_have_a_grid_each(tmp_path: Path) -> None:
     """As transformers names them in memory (FP8Experts): `gate_up_proj` and `gate_up_proj_scale_inv`, by expert."""
     fp8_directories.make(tmp_path, "fp8-block", "qwen3-moe")

@@ -54,7 +54,7 @@ def parse(version: str, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for flag, about in FLAGS[version].items():
         if about.get("switch"):
-            off = flag.startswith(("--disable-", "--no-bias-"))
+            off = flag.startswith(("--disable-", "--no-bias-", "--no-rope-"))
             parser.add_argument(flag, dest=about["dest"], action="store_false" if off else "store_true")
         else:
             kind = READERS[about.get("type", "str")]
@@ -76,11 +76,14 @@ def converted(folder: Path, family: str = "llama-3", *, name: str = "", **change
 
 LLAMA_31 = LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}
 """As in Llama 3.2 1B; Megatron's flags know this one context, and the factor."""
-NEW = {"mistral", "mixtral", "qwen2-window"}
-"""Families with flags that Megatron has since 0.16: windows."""
+NEW = {
+    **dict.fromkeys(("mistral", "mixtral", "qwen2-window"), ("core_v0.16.1", "core_v0.19.0")),  # windows
+    **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), ("core_v0.19.0",)),  # sparse attention
+}
+"""Versions of Megatron that have the flags of a family, where not all have them."""
 SAID = {
     *("llama-2", "llama-all-biases", "llama-head-dim", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral"),
-    *("qwen3-moe", "phi3", "nemotron", "gpt2", "deepseek-v2"),
+    *("qwen3-moe", "phi3", "nemotron", "gpt2", "deepseek-v2", "deepseek-v3.2", "glm-moe-dsa"),
 }
 UNSAID = {
     "gpt-oss": "rope_scaling",
@@ -98,7 +101,7 @@ def test_megatron_lm_reads_the_model_of_its_flags(family: str, tmp_path: Path) -
     model = open_checkpoint(tmp_path / "megatron").model
     said = to_megatron_args(model)
     known = {field.name for kind in (TransformerConfig, MLATransformerConfig) for field in fields(kind)}
-    for version in FLAGS if family not in NEW else ("core_v0.16.1", "core_v0.19.0"):
+    for version in NEW.get(family, FLAGS):
         read = vars(parse(version, flags_of(found)))
         assert (read["ckpt_format"], read["load"]) == ("torch_dist", str(tmp_path / "megatron"))
         assert read["no_load_optim"] and read["no_load_rng"] and read["bf16"]

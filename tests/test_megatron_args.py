@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from in_memory import InMemory
-from pico import make
+from pico import make, shape
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import to_megatron_args
@@ -142,6 +142,13 @@ def test_routers_that_choose_experts_otherwise_are_refused(balancing):
         assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 256, "args", "mixtral").moe
     with pytest.raises(UnknownArchitecture, match=f"moe_router_load_balancing_type={balancing}"):
         from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 256, "args")
+
+
+def test_latent_attention_has_no_biases_whatever_the_arguments_say():
+    """As slime starts GLM-4.7-Flash: multi_latent_attention.py makes its linears without."""
+    args = to_megatron_args(shape("glm4-moe-lite").padded(1))
+    model = from_megatron_args(args | {"add_qkv_bias": True}, 256, "", "glm4_moe_lite")
+    assert model == from_megatron_args(args, 256, "", "glm4_moe_lite")
 
 
 def test_an_indexer_whose_scores_may_be_negative_is_refused():

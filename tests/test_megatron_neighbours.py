@@ -55,6 +55,21 @@ def test_a_model_comes_back_from_its_description_for_bridge(family):
     assert read_megatron_args(from_provider(described), rows, "") == read_megatron_args(args, rows, "")
 
 
+@pytest.mark.parametrize("family", ["nemotron-h", "deepseek-v3.2", "glm-moe-dsa"])
+def test_fields_of_newer_bridges_are_read(family):
+    """Nemotron's layers under the name that 0.4 to 0.6 have (mamba_builder.py, hybrid_provider.py), and an indexer as
+    the provider of GLM-5 has it (glm5_bridge.py)."""
+    args = args_of(family)
+    fields = to_provider(args) | {"dsa_indexer_rotate_activation": False}
+    if pattern := fields.pop("hybrid_override_pattern", None):
+        fields |= {"hybrid_override_pattern": None, "hybrid_layer_pattern": f"{pattern[:2]}|{pattern[2:]}"}
+    else:
+        words = ("experimental_attention_variant", "dsa_")
+        fields |= {name: value for name, value in args.items() if name.startswith(words)}
+    rows = args["padded_vocab_size"]
+    assert read_megatron_args(from_provider(fields), rows, "") == read_megatron_args(args, rows, "")
+
+
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_arguments(family):
     """Bridge's providers are dataclasses that add fields to megatron-core's: it gets every field that we write."""

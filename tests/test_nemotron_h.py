@@ -108,13 +108,20 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
     ("key", "value"),
     [
         *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
-        *(("time_step_limit", [0.001, float("inf")]), ("mamba_dt_limit", [0.0, 0.1])),
+        *(("time_step_limit", [0.001, float("inf")]), ("time_step_limit", [0.0, 3e38]), ("mamba_dt_limit", [0.0, 0.1])),
         *(("mamba_d_conv", 3), ("mamba_conv_bias", False)),  # words of the first configs
     ],
 )
 def test_what_the_table_does_not_say_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=key):
         from_hf_config(pico.make("nemotron-h").config.to_dict() | {key: value})
+
+
+@pytest.mark.parametrize("end", [float("inf"), {"__float__": "Infinity"}, 1e308])
+def test_a_limit_that_no_step_reaches_is_none(end: object) -> None:
+    """Nemotron 3 Super has infinity, transformers writes it as an object, and Nemotron 3 Ultra has 1e308."""
+    config = pico.make("nemotron-h").config.to_dict()
+    assert from_hf_config(config | {"time_step_limit": [0.0, end]}) == from_hf_config(config)
 
 
 def test_another_word_for_its_layers_must_not_say_otherwise() -> None:
@@ -151,6 +158,18 @@ def test_patterns_with_experts_that_no_argument_describes_are_refused() -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"num_experts": None}
     with pytest.raises(DamagedCheckpoint, match="ME\\*-M\\*' has layers with experts, and num_experts is not said"):
         from_megatron_args(args, 256, "")
+
+
+def test_the_pattern_of_newer_megatrons_is_read() -> None:
+    """Megatron-LM 0.17 to 0.19 (arguments.py) save `hybrid_layer_pattern`, with `|` between pipeline stages."""
+    args = to_megatron_args(pico.shape("nemotron-h").padded(1))
+    pattern = args.pop("hybrid_override_pattern")
+    del args["is_hybrid_model"]
+    newer = args | {"hybrid_override_pattern": None, "hybrid_layer_pattern": f"{pattern[:3]}|{pattern[3:]}"}
+    found = from_megatron_args(newer, 256, "")
+    assert found.architecture == "nemotron_h" and found.mamba and found.mamba.pattern == pattern
+    with pytest.raises(UnknownArchitecture, match="prediction layers"):
+        from_megatron_args(newer | {"hybrid_layer_pattern": f"{pattern}/*E"}, 256, "")
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
@@ -297,7 +316,7 @@ def test_the_newest_name_of_its_pattern_is_read_and_has_the_stages_of_its_run(
 def test_the_newest_name_of_its_pattern_counts_before_the_older_one() -> None:
     """megatron/training/checkpointing.py, load_args_from_checkpoint: the older is read where the newer is not said."""
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": "MMMMMM"}
-    model = from_megatron_args(args | {"hybrid_layer_pattern": "ME*-|M*"}, 128, "args")
+    model = from_megatron_args(args | {"hybrid_layer_pattern": "ME*-|M*"}, 256, "args")
     assert model.mamba and model.mamba.pattern == "ME*-M*"
 
 

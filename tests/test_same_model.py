@@ -151,7 +151,7 @@ SAID_OTHERWISE = {
     *("add_bias_linear", "add_qkv_bias", "apply_layernorm_1p", "layernorm_zero_centered_gamma", "mtp_num_layers"),
     *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
     *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
-    *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+    *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type", "apply_rope_fusion"),
     *("dsa_indexer_k_norm_epsilon", "is_hybrid_model"),
 }
 """Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia.
 
-Traps: attention and MLP have norms of their own but are added together; `query_key_value` is q, k, v by head, as in
-Megatron.
+Traps: attention and MLP have norms of their own but are added together, or one after the other (RedPajama-INCITE);
+`query_key_value` is q, k, v by head, as in Megatron.
 """
 
 from precisionctl.architectures.config_keys import (
@@ -12,7 +12,6 @@ from precisionctl.architectures.config_keys import (
     Config,
     Fields,
     Key,
-    Only,
     Rule,
     activation,
     is_on,
@@ -131,7 +130,7 @@ ARCHITECTURE = Architecture(
         Key("norm_epsilon", "layer_norm_eps", 1e-5),
         Rule((*KEYS, "rotary_emb_base", "rotary_pct"), _read_rope, _write_rope),
         Always("mlp_bias", True),
-        Only("use_parallel_residual", True, "parallel_residual", True),
+        Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
         tied(False),
     ),
     derived=(

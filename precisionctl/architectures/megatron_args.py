@@ -208,6 +208,7 @@ def _dsa_args(model: ModelShape) -> dict[str, Any]:
         "dsa_indexer_topk_freq": every,
         "dsa_indexer_skip_topk_offset": after,
         "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPSILON,
+        "apply_rope_fusion": False,  # Megatron-Core asserts it
     }
 
 
@@ -272,7 +273,8 @@ def _mamba_args(model: ModelShape) -> dict[str, Any]:
 
 
 def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
-    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none."""
+    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none.
+    Raises UnknownArchitecture where prediction layers stand behind them."""
     pattern = _hybrid_pattern(args)
     if not (args.get("is_hybrid_model") or pattern):
         return None
@@ -339,6 +341,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     epsilon = _norm_epsilon(args, where)
     sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
     mla = MLA(**sizes) if sizes else None
+    qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     scaling = _read_rope(args, mla, where)
     for name, value in (scaling or {}).items():
         if name not in ("rope_type", "truncate"):
@@ -387,11 +390,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
-        qkv_bias=biased or bool(args.get("add_qkv_bias")),
+        qkv_bias=(biased and mla is None) or qkv_biased,
         proj_bias=biased,
         mlp_bias=biased,
         add_bias_linear=biased,
-        add_qkv_bias=bool(args.get("add_qkv_bias")),
+        add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
         dsa=_read_dsa(args, num_layers),

@@ -7,7 +7,6 @@ clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-C
 time_step_min for it, which is where steps of a new model begin.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -183,12 +182,31 @@ def _write_layers(model: ModelShape) -> Config:
 
 
 def _read_step_limit(config: Config, where: object) -> Fields:
-    endless = (math.inf, {"__float__": "Infinity"})  # as Python's JSON has it, and as transformers
     for key in _STEP_LIMIT:
         limit = config.get(key)
-        if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in ([0, end] for end in endless)):
+        if limit is not None and not _is_endless(limit):
             do = "Its table was made for steps that nothing clamps, as in Megatron-Core."
             raise UnknownArchitecture(f"no nemotron_h known here has {key}={shown(limit)}", where=where, do=do)
+    return {}
+
+
+def _is_endless(limit: object) -> bool:
+    """Whether a range is from 0 to what no step in FP32 reaches: to infinity, as Python's JSON has it or transformers',
+    or to 1e308, as Nemotron 3 Ultra has it."""
+    if not isinstance(limit, list | tuple) or len(limit) != 2 or limit[0] != 0:
+        return False
+    end = limit[1]
+    return end == {"__float__": "Infinity"} or (isinstance(end, float) and end > _LARGEST_FP32)
+
+
+_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+
+
+def _read_prediction(config: Config, where: object) -> Fields:
+    if number := config.get("num_nextn_predict_layers"):
+        what = f"no nemotron_h known here has prediction layers (num_nextn_predict_layers={shown(number)})"
+        do = "The rest has a table: make a copy without `mtp.*` tensors, and with 0 there (docs/families.md)."
+        raise UnknownArchitecture(what, where=where, do=do)
     return {}
 
 
@@ -243,7 +261,7 @@ ARCHITECTURE = Architecture(
         Only("mlp_bias", False),
         Only("sliding_window", None),
         Only("norm_topk_prob", True),
-        Only("num_nextn_predict_layers", 0),
+        Rule(("num_nextn_predict_layers",), _read_prediction, lambda model: {"num_nextn_predict_layers": 0}),
         Only("residual_in_fp32", False),
         Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
         tied(False),

@@ -276,16 +276,19 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote
-    in a file of its own."""
+    in a file of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
     beside, text = path / QUANT_CONFIG, config.get("text_config")
-    if not config.get("quantization_config") and isinstance(text, dict) and text.get("quantization_config"):
-        return config | {"quantization_config": text["quantization_config"]}
-    if config.get("quantization_config") or not has_file(beside, path):
-        return config
-    quantization = _load_json(beside).get("quantization")
-    if not isinstance(quantization, dict):
-        raise DamagedCheckpoint("no `quantization`", where=beside)
-    return config | {"quantization_config": {"quant_method": "modelopt"} | quantization}
+    found = config.get("quantization_config")
+    if not found and isinstance(text, dict):
+        found = text.get("quantization_config")
+    if not found and has_file(beside, path):
+        found = _load_json(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise DamagedCheckpoint("no `quantization`", where=beside)
+        found = {"quant_method": "modelopt"} | found
+    if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
+        found = {"quant_method": "modelopt"} | found
+    return config | {"quantization_config": found} if found else config
 
 
 def _read_text(path: Path) -> bytes:

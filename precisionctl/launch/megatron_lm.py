@@ -34,15 +34,20 @@ _VALUES = (
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     *("moe_token_dispatcher_type", "mtp_num_layers", "experimental_attention_variant", "linear_attention_freq"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
-    "linear_num_value_heads",
+    *("linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_k_norm_epsilon"),
 )
 _SWITCHES = (
     *("group_query_attention", "swiglu", "squared_relu", "quick_geglu", "add_qkv_bias", "qk_layernorm"),
     *("rotary_interleaved", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "use_rope_scaling"),
     *("multi_latent_attention", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_grouped_gemm"),
-    *("moe_shared_expert_gate", "attention_output_gate"),
+    *("moe_shared_expert_gate", "attention_output_gate", "dsa_indexer_rope_interleaved"),
 )
-_OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
+_OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+}
 """Arguments that are on by default, each with the flag that turns it off."""
 
 _YOURS = ("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save")

@@ -61,7 +61,13 @@ _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _VARIANT = "experimental_attention_variant"
-_ONLY_READ = (_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *WITHOUT)
+_ONLY_READ = (
+    *(_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *WITHOUT),
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+    "dsa_indexer_scoring_relu",
+)
+"""Fields that only some of Bridge's providers have, the indexer's since 0.4: they are read, and not written alike."""
 _DELTA_NET_BLOCK = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
