@@ -3,7 +3,7 @@ Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -128,15 +128,23 @@ class MLA:
 @dataclass(frozen=True)
 class GlobalAttention:
     """What attention without a window has otherwise than that with one (Gemma 4): the fields of ModelShape of the same
-    names, in those layers."""
+    names, in those layers. None is for what it does not have otherwise."""
 
-    num_query_groups: int
-    kv_channels: int
-    keys_are_values: bool
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    keys_are_values: bool | None = None
+    softmax_offset: bool | None = None
+    rotary_percent: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_query_groups", "kv_channels"):
-            check_size(getattr(self, name), f"{name} without a window")
+            if getattr(self, name) is not None:
+                check_size(getattr(self, name), f"{name} without a window")
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The fields that are otherwise."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

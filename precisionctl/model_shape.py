@@ -46,7 +46,8 @@ class ModelShape:
     query and key, and with `qk_layernorm_over_heads` one of all heads together; `qk_l2_norm` is one without weights, in
     layers with rotary embeddings, and `v_l2_norm` such a one of each head's value. With `attention_output_gate` what
     heads give is multiplied by the sigmoid of as many channels, which the query projection makes too. With
-    `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings.
+    `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings. A head of
+    values has `v_head_dim` channels (None: as many as one of keys), and is multiplied by `attention_value_scale`.
     `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
     `attention_of`. The last `num_kv_shared_layers` layers have queries alone, and read the keys and values of the last
     layer before them of their kind, with a window or without (`kv_layer`); with `use_double_wide_mlp` their MLPs have
@@ -100,6 +101,8 @@ class ModelShape:
     qk_layernorm_after_rope: bool = False
     qk_l2_norm: bool = False
     v_l2_norm: bool = False
+    v_head_dim: int | None = None
+    attention_value_scale: float = 1.0
     keys_are_values: bool = False
     global_attention: GlobalAttention | None = None
     num_kv_shared_layers: int = 0
@@ -142,7 +145,13 @@ class ModelShape:
         """Sizes come from files of strangers, and loops run over them."""
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
-        possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor", "per_layer_embed_dim")
+        possible = (
+            "sliding_window",
+            "attention_chunk_size",
+            "query_scaling_floor",
+            "per_layer_embed_dim",
+            "v_head_dim",
+        )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
@@ -181,7 +190,7 @@ class ModelShape:
         """The model whose attention is everywhere as in layers with a window, or without one."""
         if in_window or self.global_attention is None:
             return self
-        return replace(self, global_attention=None, **vars(self.global_attention))
+        return replace(self, global_attention=None, **self.global_attention.said)
 
     @property
     def attentions(self) -> tuple["ModelShape", ...]:
@@ -192,7 +201,7 @@ class ModelShape:
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are."""
-        return replace(self, gdn=None, moe=None if self.mtp_dense else self.moe)
+        return replace(self, gdn=None, global_attention=None, moe=None if self.mtp_dense else self.moe)
 
     @property
     def rotary_size(self) -> int:
@@ -203,12 +212,12 @@ class ModelShape:
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection, with the output gate."""
         queries = self.num_attention_heads * (1 + self.attention_output_gate)
-        return (queries + (1 if self.keys_are_values else 2) * self.num_query_groups) * self.kv_channels
+        return (queries + self.num_query_groups) * self.kv_channels + self.value_size
 
     @property
     def projection_size(self) -> int:
         """Input width of the attention's output projection."""
-        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.kv_channels)
+        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.value_channels)
 
     @property
     def query_size(self) -> int:
@@ -222,6 +231,16 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def value_channels(self) -> int:
+        """Channels of a head of values."""
+        return self.v_head_dim or self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values of all groups; 0 where keys are values."""
+        return 0 if self.keys_are_values else self.num_query_groups * self.value_channels
+
+    @property
     def kv_down_size(self) -> int:
         """Rows of MLA's joint down-projection of keys, values and the one positional key."""
         return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim if self.mla else 0
@@ -230,7 +249,7 @@ class ModelShape:
     def key_value_size(self) -> int:
         """Rows of the key and value projection: of MLA's latents, else of all groups."""
         if self.mla is None:
-            return self.key_size if self.keys_are_values else 2 * self.key_size
+            return self.key_size + self.value_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
 
     @property
@@ -417,6 +436,7 @@ _SIZES = (
 _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *(
+        "attention_value_scale",
         "query_pre_attn_scalar",
         "query_scaling_beta",
         "attn_logit_softcapping",

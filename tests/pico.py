@@ -471,6 +471,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
         "rope_parameters": LLAMA3_ROPE,
     },
+    "mimo-v2-flash": {
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 3,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+        },
+    },
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }

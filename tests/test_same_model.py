@@ -269,6 +269,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "qk_layernorm": True,
             "qk_l2_norm": True,
             "v_l2_norm": True,
+            "v_head_dim": 6,
+            "attention_value_scale": 0.5,
             "keys_are_values": True,
             "layer_scalar": True,
             "per_layer_embed_dim": 8,
@@ -346,6 +348,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         (GLOBAL, {f"global_attention.{name}": value})
         for name, value in {"num_query_groups": 4, "kv_channels": 4, "keys_are_values": False}.items()
     ),
+    (GLOBAL, {"global_attention.softmax_offset": True}),
+    (GLOBAL, {"global_attention.rotary_percent": 0.5}),
     (SHARING, {"num_kv_shared_layers": 1}),
     (SHARING, {"use_double_wide_mlp": True}),
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
@@ -387,6 +391,8 @@ NO_SHARED = with_fields(EXPERTS, {"moe.shared_ffn_hidden_size": None})
 UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"max_position_embeddings": 64}),
     (DENSE, {"rope_layers": (True, True)}),
+    (DENSE, {"v_head_dim": 4}),
+    (LATENT, {"v_head_dim": 6}),
     (DENSE, {"shared_layernorm": True}),
     (DENSE, {"qk_layernorm_over_heads": True}),
     (DENSE, {"qk_layernorm_after_rope": True}),

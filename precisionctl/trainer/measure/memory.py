@@ -227,6 +227,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
+        if values and (model.attention_value_scale != 1 or model.value_channels < model.kv_channels):
+            made += 2 * keys - 2 * model.qkv_size  # of which no part is kept, but a value by itself
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
@@ -234,11 +236,13 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
         if model.v_l2_norm:
             made += kept.norm * keys
     fused = 4 * heads + 2 * out
+    if out < model.query_size:  # values are padded to the size of a key, and what is attended is cut
+        fused += 2 * model.query_size
     if model.attn_logit_softcapping is None and not model.softmax_offset:
         core = fused
     else:  # not fused: for each pair FP32 and BF16 weights, and capped scores; keys and values for each head
         capped = 0 if model.attn_logit_softcapping is None else 4
-        core = heads * length * (4 + 2 + capped) + 3 * 2 * out
+        core = heads * length * (4 + 2 + capped) + 2 * (model.query_size + 2 * out)
     return made + core + (kept.input * out if kept.input < 2 else 0)
 
 
