@@ -135,9 +135,10 @@ class GlobalAttention:
     keys_are_values: bool | None = None
     softmax_offset: bool | None = None
     rotary_percent: float | None = None
+    num_attention_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_query_groups", "kv_channels"):
+        for name in ("num_query_groups", "kv_channels", "num_attention_heads"):
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), f"{name} without a window")
 

@@ -25,6 +25,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", 
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
+SoftplusGate = Literal["per-head", "per-element"]
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -45,7 +47,9 @@ class ModelShape:
     for layers without rotary embeddings alone, and positions count from 1. `qk_layernorm` is a norm of each head's
     query and key, and with `qk_layernorm_over_heads` one of all heads together; `qk_l2_norm` is one without weights, in
     layers with rotary embeddings, and `v_l2_norm` such a one of each head's value. With `attention_output_gate` what
-    heads give is multiplied by the sigmoid of as many channels, which the query projection makes too. With
+    heads give is multiplied by the sigmoid of as many channels, which the query projection makes too; with a
+    `softplus_gate` by the softplus of what a projection of its own makes: a number for each head, or for each of its
+    channels. With
     `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings. A head of
     values has `v_head_dim` channels (None: as many as one of keys), and is multiplied by `attention_value_scale`.
     `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
@@ -98,6 +102,7 @@ class ModelShape:
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
     attention_output_gate: bool = False
+    softplus_gate: SoftplusGate | None = None
     qk_layernorm_after_rope: bool = False
     qk_l2_norm: bool = False
     v_l2_norm: bool = False
@@ -159,8 +164,9 @@ class ModelShape:
         for field in _REALS:
             if getattr(self, field) is not None:
                 real(getattr(self, field), field)
-        if self.activation not in get_args(Activation):
-            raise DamagedCheckpoint(f"activation is {shown(self.activation)}")
+        for field, known in (("activation", get_args(Activation)), ("softplus_gate", (None, *get_args(SoftplusGate)))):
+            if getattr(self, field) not in known:
+                raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
@@ -224,6 +230,12 @@ class ModelShape:
         """Rows of the query projection."""
         head = self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim if self.mla else self.kv_channels
         return self.num_attention_heads * head
+
+    @property
+    def gate_size(self) -> int:
+        """Rows of the projection that makes softplus gates."""
+        by_head = {None: 0, "per-head": 1, "per-element": self.value_channels}
+        return self.num_attention_heads * by_head[self.softplus_gate]
 
     @property
     def key_size(self) -> int:
@@ -319,6 +331,11 @@ class ModelShape:
         """Whether norms before attention and MLP are part of the linears that read them (but not before latent
         attention and experts, where there is no such linear)."""
         return self.pre_layernorms and not self.one_layernorm
+
+    @property
+    def fused_input_layernorm(self) -> bool:
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate reads it, too."""
+        return self.fused_layernorms and self.softplus_gate is None
 
     @property
     def layer_norms(self) -> bool:

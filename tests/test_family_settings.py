@@ -44,6 +44,10 @@ REFUSED = [
     ("cohere2-moe", "shared_expert_combination_strategy", "max"),
     ("mimo-v2-flash", "add_full_attention_sink_bias", True),
     ("mimo-v2-flash", "norm_topk_prob", False),
+    ("laguna", "gating", False),
+    ("laguna", "num_attention_heads_per_layer", [4, 4, 8]),
+    ("laguna", "moe_router_logit_softcapping", 2.0),
+    ("laguna", "norm_topk_prob", False),
 ]
 
 
@@ -126,6 +130,25 @@ def test_rotary_parameters_of_a_kind_of_layers_that_are_not_said_are_refused(par
         from_hf_config(said)
     with pytest.raises(KeyError):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mlp_only_layers", [1]), ("decoder_sparse_step", 2), ("gating_types", ["per_element"] * 3)],
+)
+def test_words_that_say_another_laguna_than_transformers_makes_are_refused(key: str, value: object) -> None:
+    said = config("laguna", mlp_only_layers=[0], decoder_sparse_step=1, gating_types=["per_head"] * 3)
+    assert from_hf_config(said) == from_hf_config(config("laguna"))
+    with pytest.raises(DamagedCheckpoint, match="transformers"):
+        from_hf_config(said | {key: value})
+
+
+def test_rotary_parameters_without_the_share_that_stands_beside_them_are_refused() -> None:
+    """Whether transformers heeds it depends on which kind of layers is scaled."""
+    said = config("laguna-per-element")
+    assert from_hf_config(said | {"partial_rotary_factor": 1.0}) == from_hf_config(said)
+    with pytest.raises(DamagedCheckpoint, match="full_attention is without the `partial_rotary_factor`"):
+        from_hf_config(said | {"partial_rotary_factor": 0.5})
 
 
 @pytest.mark.parametrize("family", ["cohere2-moe", "exaone-moe", "mellum"])

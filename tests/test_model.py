@@ -97,6 +97,8 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("cohere2-moe", {"moe.shared_average": False}),
     ("mimo-v2-flash", {"attention_value_scale": 1.0}),
     ("mimo-v2-flash", {"rotary_base_local": None}),
+    ("laguna", {"rope_scaling": None}),
+    ("laguna", {"moe.topk_scaling_factor": 1.0}),
     ("mimo-v2-flash", {"rotary_percent": 0.5}),
 ]
 """What no tensor's shape shows."""

@@ -130,7 +130,7 @@ def rope_of_kinds(
     config: Config, where: object, windows: Sequence[bool], absent: Mapping[str, Mapping[str, Any]], percent: float
 ) -> Fields:
     """Rotary embeddings of layers with a window and without one, of a class that takes them by kind of layer alone and
-    passes over `rope_theta` beside them (Laguna): the two may turn another share of a head. `absent` is what it takes
+    passes over `rope_theta` beside them (Laguna); the two may turn another share of a head. `absent` is what it takes
     where there are none, `percent` the share where a kind says none and has no scaling. Raises DamagedCheckpoint for a
     kind without parameters or a base."""
     sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
@@ -142,8 +142,11 @@ def rope_of_kinds(
         given = parameters.get(kind)
         if not isinstance(given, Mapping) or "rope_theta" not in given:
             raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}", where=where)
-        scaled = given.get("rope_type", given.get("type", "default")) != "default"
-        return read_rope(sized, where, given, 1e4, 1.0 if scaled else percent)
+        share = 1.0 if given.get("rope_type", given.get("type", "default")) != "default" else percent
+        if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
+            what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
+            raise DamagedCheckpoint(what, where=where, do="Say it in the parameters of each kind of layers.")
+        return read_rope(sized, where, given, 1e4, share)
 
     used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}

@@ -231,6 +231,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
             made += 2 * keys - 2 * model.qkv_size  # of which no part is kept, but a value by itself
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
+        if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
+            made += (2 + 4 + 4) * model.gate_size + 2 * out
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:

@@ -16,6 +16,7 @@ from precisionctl.model_parts import DSA, MLA
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
@@ -123,7 +124,7 @@ class SelfAttention(nn.Module):
         self.own_kv: tuple[int, ...] = own  # rows of the key and value of a group
         rows = model.qkv_size - (model.key_value_size if shares_kv else 0)
         self.linear_qkv = column_linear(
-            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_layernorms else None
+            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_input_layernorm else None
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
@@ -141,6 +142,9 @@ class SelfAttention(nn.Module):
         self.value_scale = model.attention_value_scale
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.linear_gate: nn.Linear | None = None
+        if model.softplus_gate:
+            self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
@@ -173,6 +177,11 @@ class SelfAttention(nn.Module):
         attended = self.core_attention(query, key, value, positions)
         if self.gated:
             attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
+        if self.linear_gate is not None:
+            entered = self.backend.world.tensor.enter(hidden)
+            opened = F.softplus(product(F.linear, entered, self.linear_gate.weight).float())
+            by_gate = attended.view(*opened.shape, -1)
+            attended = (by_gate * opened[..., None]).to(attended.dtype).view_as(attended)
         out: Tensor = self.linear_proj(attended)
         return out, (key, value)
 
