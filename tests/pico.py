@@ -514,6 +514,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "rope_parameters": {"full_attention": YARN_ROPE | {"beta_fast": 64.0, "beta_slow": 1.0}},
     },
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 8,
+        "router_jitter_noise": 0.4,
+    },
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }

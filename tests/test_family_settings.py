@@ -44,6 +44,8 @@ REFUSED = [
     ("cohere2-moe", "shared_expert_combination_strategy", "max"),
     ("mimo-v2-flash", "add_full_attention_sink_bias", True),
     ("mimo-v2-flash", "norm_topk_prob", False),
+    ("phimoe", "num_experts_per_tok", 3),
+    ("phimoe", "tie_word_embeddings", True),
     ("laguna", "gating", False),
     ("laguna", "num_attention_heads_per_layer", [4, 4, 8]),
     ("laguna", "moe_router_logit_softcapping", 2.0),
@@ -130,6 +132,24 @@ def test_rotary_parameters_of_a_kind_of_layers_that_are_not_said_are_refused(par
         from_hf_config(said)
     with pytest.raises(KeyError):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"short_mscale": 1.1}, "short_mscale=1.1 and long_mscale=1.2 differ"),
+        ({"short_mscale": None}, "short_mscale is None"),
+        ({"attention_factor": 1.2}, "attention_factor beside short_mscale"),
+        ({"rope_type": "linear", "factor": 2.0}, "rotary scaling of type 'linear'"),
+    ],
+)
+def test_scaling_of_phi_moe_that_is_not_known_is_refused(change: dict[str, Any], words: str) -> None:
+    scaling = pico.LONG_ROPE | {"original_max_position_embeddings": 64, "short_mscale": 1.2, "long_mscale": 1.2}
+    model = from_hf_config(config("phimoe") | {"rope_parameters": scaling})
+    assert (model.rope_scaling or {})["attention_factor"] == 1.2
+    assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+    with pytest.raises((DamagedCheckpoint, UnknownArchitecture), match=words):
+        from_hf_config(config("phimoe") | {"rope_parameters": scaling | change})
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,8 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
+    if moe.sparsemixer_eps:  # a softmax and what it leaves out, for each expert chosen
+        router += (4 + 1 + 1) * moe.topk * moe.num_experts
     if moe.own_norms:  # on all tokens the router's (two FP32 values) and the experts'; then those behind experts
         router += (4 + 4 + kept.norm) * hidden
         router += (1 + model.shared_experts) * kept.norm * hidden // kept.tokens

@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
             self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
-            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
+            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear or model.proj_bias, "row"
         )
 
     def forward(

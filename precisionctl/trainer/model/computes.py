@@ -46,7 +46,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
-    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size"), ANY),
+    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.score_function": ("softmax", "sigmoid"),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
@@ -118,6 +118,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     refused = {
         "dsa": model.dsa and not model.query_latent,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.latent_experts),
+        "moe.sparsemixer_eps": model.moe
+        and model.moe.sparsemixer_eps
+        and (model.moe.score_function == "sigmoid" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
         and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused_kv),
