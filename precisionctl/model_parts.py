@@ -3,7 +3,7 @@ Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -44,7 +44,10 @@ class MoE:
     for the choice alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the
     shared experts give is multiplied by the sigmoid of one more projection of the token. With `shared_average` what
     they and the routed ones give is averaged, and not added. With `probs_on_input` what an expert reads is multiplied
-    by its score, which is then divided by no sum, and what it gives is added as it is. Experts of a `latent_size`
+    by its score, which is then divided by no sum, and what it gives is added as it is. With a `sparsemixer_eps`
+    (SparseMixer, arXiv 2409.12136) experts are chosen one after the other, and the weight of each is its part of a
+    softmax over the logits left that are not further below the largest than by twice this share of the larger of it
+    and their own size. Experts of a `latent_size`
     (Nemotron 3) read a projection of the hidden states to so many channels, and what they give together is projected
     back; router and shared experts read the hidden states.
 
@@ -70,6 +73,7 @@ class MoE:
     shared_expert_gate: bool = False
     shared_average: bool = False
     probs_on_input: bool = False
+    sparsemixer_eps: float | None = None
     own_norms: bool = False
     latent_size: int | None = None
 
@@ -80,6 +84,8 @@ class MoE:
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), name)
         real(self.topk_scaling_factor, "topk_scaling_factor")
+        if self.sparsemixer_eps is not None:
+            real(self.sparsemixer_eps, "sparsemixer_eps")
         if self.topk > self.num_experts:
             raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
         if self.num_groups is not None and self.num_experts % self.num_groups:
@@ -128,15 +134,24 @@ class MLA:
 @dataclass(frozen=True)
 class GlobalAttention:
     """What attention without a window has otherwise than that with one (Gemma 4): the fields of ModelShape of the same
-    names, in those layers."""
+    names, in those layers. None is for what it does not have otherwise."""
 
-    num_query_groups: int
-    kv_channels: int
-    keys_are_values: bool
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    keys_are_values: bool | None = None
+    softmax_offset: bool | None = None
+    rotary_percent: float | None = None
+    num_attention_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_query_groups", "kv_channels"):
-            check_size(getattr(self, name), f"{name} without a window")
+        for name in ("num_query_groups", "kv_channels", "num_attention_heads"):
+            if getattr(self, name) is not None:
+                check_size(getattr(self, name), f"{name} without a window")
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The fields that are otherwise."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

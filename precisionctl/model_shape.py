@@ -25,6 +25,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", 
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
+SoftplusGate = Literal["per-head", "per-element"]
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -45,8 +47,11 @@ class ModelShape:
     for layers without rotary embeddings alone, and positions count from 1. `qk_layernorm` is a norm of each head's
     query and key, and with `qk_layernorm_over_heads` one of all heads together; `qk_l2_norm` is one without weights, in
     layers with rotary embeddings, and `v_l2_norm` such a one of each head's value. With `attention_output_gate` what
-    heads give is multiplied by the sigmoid of as many channels, which the query projection makes too. With
-    `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings.
+    heads give is multiplied by the sigmoid of as many channels, which the query projection makes too; with a
+    `softplus_gate` by the softplus of what a projection of its own makes: a number for each head, or for each of its
+    channels. With
+    `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings. A head of
+    values has `v_head_dim` channels (None: as many as one of keys), and is multiplied by `attention_value_scale`.
     `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
     `attention_of`. The last `num_kv_shared_layers` layers have queries alone, and read the keys and values of the last
     layer before them of their kind, with a window or without (`kv_layer`); with `use_double_wide_mlp` their MLPs have
@@ -97,9 +102,12 @@ class ModelShape:
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
     attention_output_gate: bool = False
+    softplus_gate: SoftplusGate | None = None
     qk_layernorm_after_rope: bool = False
     qk_l2_norm: bool = False
     v_l2_norm: bool = False
+    v_head_dim: int | None = None
+    attention_value_scale: float = 1.0
     keys_are_values: bool = False
     global_attention: GlobalAttention | None = None
     num_kv_shared_layers: int = 0
@@ -142,7 +150,13 @@ class ModelShape:
         """Sizes come from files of strangers, and loops run over them."""
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
-        possible = ("sliding_window", "attention_chunk_size", "query_scaling_floor", "per_layer_embed_dim")
+        possible = (
+            "sliding_window",
+            "attention_chunk_size",
+            "query_scaling_floor",
+            "per_layer_embed_dim",
+            "v_head_dim",
+        )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
         if self.vocab_size > self.padded_vocab_size:
@@ -153,8 +167,9 @@ class ModelShape:
         for field in _REALS:
             if getattr(self, field) is not None:
                 real(getattr(self, field), field)
-        if self.activation not in get_args(Activation):
-            raise DamagedCheckpoint(f"activation is {shown(self.activation)}")
+        for field, known in (("activation", get_args(Activation)), ("softplus_gate", (None, *get_args(SoftplusGate)))):
+            if getattr(self, field) not in known:
+                raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
@@ -184,7 +199,7 @@ class ModelShape:
         """The model whose attention is everywhere as in layers with a window, or without one."""
         if in_window or self.global_attention is None:
             return self
-        return replace(self, global_attention=None, **vars(self.global_attention))
+        return replace(self, global_attention=None, **self.global_attention.said)
 
     @property
     def attentions(self) -> tuple["ModelShape", ...]:
@@ -195,7 +210,7 @@ class ModelShape:
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are."""
-        return replace(self, gdn=None, moe=None if self.mtp_dense else self.moe)
+        return replace(self, gdn=None, global_attention=None, moe=None if self.mtp_dense else self.moe)
 
     @property
     def rotary_size(self) -> int:
@@ -206,12 +221,12 @@ class ModelShape:
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection, with the output gate."""
         queries = self.num_attention_heads * (1 + self.attention_output_gate)
-        return (queries + (1 if self.keys_are_values else 2) * self.num_query_groups) * self.kv_channels
+        return (queries + self.num_query_groups) * self.kv_channels + self.value_size
 
     @property
     def projection_size(self) -> int:
         """Input width of the attention's output projection."""
-        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.kv_channels)
+        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.value_channels)
 
     @property
     def query_size(self) -> int:
@@ -220,9 +235,25 @@ class ModelShape:
         return self.num_attention_heads * head
 
     @property
+    def gate_size(self) -> int:
+        """Rows of the projection that makes softplus gates."""
+        by_head = {None: 0, "per-head": 1, "per-element": self.value_channels}
+        return self.num_attention_heads * by_head[self.softplus_gate]
+
+    @property
     def key_size(self) -> int:
         """Rows of the keys of all groups."""
         return self.num_query_groups * self.kv_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head of values."""
+        return self.v_head_dim or self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values of all groups; 0 where keys are values."""
+        return 0 if self.keys_are_values else self.num_query_groups * self.value_channels
 
     @property
     def kv_down_size(self) -> int:
@@ -233,7 +264,7 @@ class ModelShape:
     def key_value_size(self) -> int:
         """Rows of the key and value projection: of MLA's latents, else of all groups."""
         if self.mla is None:
-            return self.key_size if self.keys_are_values else 2 * self.key_size
+            return self.key_size + self.value_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
 
     @property
@@ -303,6 +334,11 @@ class ModelShape:
         """Whether norms before attention and MLP are part of the linears that read them (but not before latent
         attention and experts, where there is no such linear)."""
         return self.pre_layernorms and not self.one_layernorm
+
+    @property
+    def fused_input_layernorm(self) -> bool:
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate reads it, too."""
+        return self.fused_layernorms and self.softplus_gate is None
 
     @property
     def layer_norms(self) -> bool:
@@ -420,6 +456,7 @@ _SIZES = (
 _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *(
+        "attention_value_scale",
         "query_pre_attn_scalar",
         "query_scaling_beta",
         "attn_logit_softcapping",

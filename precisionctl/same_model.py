@@ -51,15 +51,17 @@ def used(model: ModelShape) -> dict[str, object]:
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:
-        found |= dict.fromkeys(("num_query_groups", "kv_channels"))
+        found |= dict.fromkeys(("num_query_groups", "kv_channels", "v_head_dim"))
     elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
         found["query_pre_attn_scalar"] = None
     windows = tuple(map(model.in_window, range(model.num_layers)))
-    own = vars(model.global_attention) if model.global_attention and not all(windows) else {}
+    if model.v_head_dim == model.kv_channels:
+        found["v_head_dim"] = None
+    own = model.global_attention if not all(windows) else None
     found |= {"global_attention": USED if own else None}
-    found |= {f"global_attention.{name}": value for name, value in own.items()}
-    if own and not any(windows):
-        found |= dict.fromkeys(own)
+    if own:
+        found |= {f"global_attention.{name}": getattr(model.attention_of(False), name) for name in vars(own)}
+        found |= dict.fromkeys(() if any(windows) else own.said)
     if not any(windows):
         found |= dict.fromkeys(("sliding_window", "attention_chunk_size", "window_layers", "rotary_base_local"))
     elif all(windows):

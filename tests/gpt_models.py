@@ -54,6 +54,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
         },
     ),
     "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
+    "phimoe within its longer context": (  # beyond it transformers still takes the short factors
+        "phimoe",
+        {
+            "rope_parameters": pico.LONG_ROPE
+            | {"original_max_position_embeddings": 128, "short_mscale": 1.2, "long_mscale": 1.2},
+            "attention_bias": False,
+        },
+    ),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
     "mistral without a window": ("mistral", {"sliding_window": None}),

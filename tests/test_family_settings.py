@@ -6,9 +6,9 @@ from typing import Any
 import pico
 import pytest
 import tiny_wrappers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from precisionctl.architectures.families import from_hf_config, supported
+from precisionctl.architectures.families import from_hf_config, supported, to_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 
 
@@ -44,6 +44,14 @@ REFUSED = [
     ("cohere2-moe", "use_parallel_block", False),
     ("cohere2-moe", "expert_selection_fn", "tanh"),
     ("cohere2-moe", "shared_expert_combination_strategy", "max"),
+    ("mimo-v2-flash", "add_full_attention_sink_bias", True),
+    ("mimo-v2-flash", "norm_topk_prob", False),
+    ("phimoe", "num_experts_per_tok", 3),
+    ("phimoe", "tie_word_embeddings", True),
+    ("laguna", "gating", False),
+    ("laguna", "num_attention_heads_per_layer", [4, 4, 8]),
+    ("laguna", "moe_router_logit_softcapping", 2.0),
+    ("laguna", "norm_topk_prob", False),
 ]
 
 
@@ -51,6 +59,118 @@ REFUSED = [
 def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str, key: str, value: object) -> None:
     with pytest.raises(UnknownArchitecture, match=f"{key}="):
         from_hf_config(config(family, **{key: value}))
+
+
+PUBLISHED = {  # XiaomiMiMo/MiMo-V2-Flash: config.json, but for sizes
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "rope_scaling": None,
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "layernorm_epsilon": 1e-05,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 48,
+    "swa_v_head_dim": 32,
+    "sliding_window": 7,
+    "sliding_window_size": 7,
+    "attention_chunk_size": 7,
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "routed_scaling_factor": None,
+    "n_shared_experts": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+}
+
+
+def test_mimo_v2_flash_as_published_is_what_transformers_takes_it_for() -> None:
+    sizes = {
+        key: value
+        for key, value in pico.settings("mimo-v2-flash").items()
+        if key not in ("layer_types", "mlp_layer_types", "rope_parameters")
+    }
+    published = sizes | PUBLISHED
+    kept = {key: value for key, value in published.items() if key != "rope_scaling"}  # whose null it stumbles over
+    model = from_hf_config(published)
+    assert model == from_hf_config(AutoConfig.for_model(**kept).to_dict())
+    assert (model.sliding_window, model.window_layers, model.rotary_base) == (8, (False, True, True), 5e6)
+    written = to_hf_config(model, "bfloat16")
+    told = {key: value for key, value in PUBLISHED.items() if key not in ("attention_chunk_size", "rope_scaling")}
+    assert told | {"sliding_window": 8, "routed_scaling_factor": 1.0} == {key: written[key] for key in told}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    {
+        "hybrid_layer_pattern": [0, 1, 0],
+        "moe_layer_freq": 1,
+        "layernorm_epsilon": 1e-6,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 48,
+        "rope_theta": 10000,
+        "swa_rope_theta": 5000000,
+        "partial_rotary_factor": 0.5,
+    }.items(),
+)
+def test_words_that_say_another_mimo_v2_flash_than_transformers_makes_are_refused(key: str, value: object) -> None:
+    sizes = pico.settings("mimo-v2-flash") | {"layer_types": None, "mlp_layer_types": None, "rope_parameters": None}
+    with pytest.raises(DamagedCheckpoint, match=f"{key} is .*, and transformers, which passes over it, takes"):
+        from_hf_config(sizes | PUBLISHED | {key: value})
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e4}}, {"full_attention": {}}]
+)
+def test_rotary_parameters_of_a_kind_of_layers_that_are_not_said_are_refused(parameters: dict[str, Any]) -> None:
+    """transformers makes no model of them."""
+    said = config("mimo-v2-flash") | {"rope_parameters": parameters}
+    with pytest.raises(DamagedCheckpoint, match="_attention is without a `rope_theta`"):
+        from_hf_config(said)
+    with pytest.raises(KeyError):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"short_mscale": 1.1}, "short_mscale=1.1 and long_mscale=1.2 differ"),
+        ({"short_mscale": None}, "short_mscale is None"),
+        ({"attention_factor": 1.2}, "attention_factor beside short_mscale"),
+        ({"rope_type": "linear", "factor": 2.0}, "rotary scaling of type 'linear'"),
+    ],
+)
+def test_scaling_of_phi_moe_that_is_not_known_is_refused(change: dict[str, Any], words: str) -> None:
+    scaling = pico.LONG_ROPE | {"original_max_position_embeddings": 64, "short_mscale": 1.2, "long_mscale": 1.2}
+    model = from_hf_config(config("phimoe") | {"rope_parameters": scaling})
+    assert (model.rope_scaling or {})["attention_factor"] == 1.2
+    assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+    with pytest.raises((DamagedCheckpoint, UnknownArchitecture), match=words):
+        from_hf_config(config("phimoe") | {"rope_parameters": scaling | change})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mlp_only_layers", [1]), ("decoder_sparse_step", 2), ("gating_types", ["per_element"] * 3)],
+)
+def test_words_that_say_another_laguna_than_transformers_makes_are_refused(key: str, value: object) -> None:
+    said = config("laguna", mlp_only_layers=[0], decoder_sparse_step=1, gating_types=["per_head"] * 3)
+    assert from_hf_config(said) == from_hf_config(config("laguna"))
+    with pytest.raises(DamagedCheckpoint, match="transformers"):
+        from_hf_config(said | {key: value})
+
+
+def test_rotary_parameters_without_the_share_that_stands_beside_them_are_refused() -> None:
+    """Whether transformers heeds it depends on which kind of layers is scaled."""
+    said = config("laguna-per-element")
+    assert from_hf_config(said | {"partial_rotary_factor": 1.0}) == from_hf_config(said)
+    with pytest.raises(DamagedCheckpoint, match="full_attention is without the `partial_rotary_factor`"):
+        from_hf_config(said | {"partial_rotary_factor": 0.5})
 
 
 @pytest.mark.parametrize("family", ["cohere2-moe", "exaone-moe", "mellum"])

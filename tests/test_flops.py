@@ -28,8 +28,8 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
-    """What the convention passes over: half of attention, above the diagonal, routers, gates of shared experts, and
-    what gated delta nets and mixers take beside."""
+    """What the convention passes over: half of attention, above the diagonal, padding of values, routers, gates of
+    shared experts, and what gated delta nets and mixers take beside."""
     nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
@@ -38,6 +38,8 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
             attention = model.attention_of(model.in_window(layer))
             pairs = sum(length**2 for length in in_chunks)
             above += pairs * (attention.query_size + attention.projection_size) // 2
+            if attention.attn_logit_softcapping is None and not attention.softmax_offset:  # values are padded
+                above += pairs * max(0, attention.query_size - attention.projection_size)
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
     beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)

@@ -95,6 +95,12 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("cohere2-moe", {"rope_layers": None}),
     ("cohere2-moe", {"moe.pre_softmax": False}),
     ("cohere2-moe", {"moe.shared_average": False}),
+    ("mimo-v2-flash", {"attention_value_scale": 1.0}),
+    ("mimo-v2-flash", {"rotary_base_local": None}),
+    ("laguna", {"rope_scaling": None}),
+    ("phimoe", {"moe.sparsemixer_eps": 0.01}),
+    ("laguna", {"moe.topk_scaling_factor": 1.0}),
+    ("mimo-v2-flash", {"rotary_percent": 0.5}),
 ]
 """What no tensor's shape shows."""
 

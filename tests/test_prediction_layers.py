@@ -57,19 +57,29 @@ NAMES: dict[str, dict[str, str]] = {
         "eh_proj": "mtp.fc.weight",
         "final_layernorm": "mtp.norm.weight",
     },
+    # vllm/model_executor/models/mimo_v2_mtp.py, models/mimo_v2_flash/mimo_v2_flash_bridge.py
+    "mimo-v2-flash": {
+        "layer": "model.mtp.layers.0.",
+        "enorm": "model.mtp.layers.0.enorm.weight",
+        "hnorm": "model.mtp.layers.0.hnorm.weight",
+        "eh_proj": "model.mtp.layers.0.eh_proj.weight",
+        "final_layernorm": "model.mtp.layers.0.final_layernorm.weight",
+    },
 }
 """By family: where the layer's own tensors are, and the four others by their names in Megatron."""
 SAID: dict[str, dict[str, Any]] = {
     "hy-v3": {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
     "exaone-moe": {"num_nextn_predict_layers": 1},
     "mellum": {"num_nextn_predict_layers": 1},
+    "mimo-v2-flash": {"num_nextn_predict_layers": 1},
 }
-LIKE = {"hy-v3": 2, "exaone-moe": 0, "mellum": 1}
+LIKE = {"hy-v3": 2, "exaone-moe": 0, "mellum": 1, "mimo-v2-flash": 1}
 """The decoder's layer that has the same tensors: with experts, or dense."""
 OF_LAYER = {
     "hy-v3": ("mlp.experts.linear_fc1.weight7", "mlp.router.expert_bias", "pre_mlp_layernorm.weight"),
     "exaone-moe": ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight"),
     "mellum": ("mlp.experts.linear_fc2.weight7", "pre_mlp_layernorm.weight"),
+    "mimo-v2-flash": ("self_attention.core_attention.softmax_offset", "mlp.linear_fc1.layer_norm_weight"),
 }
 """Some of the layer's parameters in Megatron."""
 
@@ -81,7 +91,10 @@ def published(folder: Path, family: str) -> dict[str, Tensor]:
     torch.manual_seed(1)
     like = f"model.layers.{LIKE[family]}."
     for name in [name for name in tensors if name.startswith(like)]:
-        tensors[name.replace(like, names["layer"])] = torch.randn_like(tensors[name])
+        there = name.replace(like, names["layer"])
+        if family == "mimo-v2-flash":
+            there = there.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        tensors[there] = torch.randn_like(tensors[name])
     for ours, name in names.items():
         if ours != "layer":
             shape = (64, 128) if ours == "eh_proj" else (64,)
@@ -132,6 +145,19 @@ def test_a_config_of_megatrons_says_the_prediction_layer_again(tmp_path: Path, f
     model = HuggingFaceReader(tmp_path).model
     assert model.mtp_num_layers == 1
     assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+
+
+def test_mimo_v2_flash_has_three_prediction_layers_of_which_published_files_say_nothing(tmp_path: Path) -> None:
+    tensors = published(tmp_path, "mimo-v2-flash")
+    for name in [name for name in tensors if name.startswith("model.mtp.layers.0.")]:
+        for number in (1, 2):
+            tensors[name.replace("layers.0.", f"layers.{number}.")] = torch.randn_like(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    back = to_hf(to_megatron(HuggingFaceReader(tmp_path))).tensors
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
 def test_a_copy_of_the_head_that_no_source_of_hy3_has_is_not_dropped(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ DENSE = ModelShape(
 EXPERTS = dataclasses.replace(
     DENSE, moe=MoE(8, 4, 12, (False, True), 8, "softmax", True, 1.5, True, False, 4, 2, 1), ffn_hidden_size=24
 )
+PLAIN_ROUTER = dataclasses.replace(DENSE, moe=MoE(8, 4, 12, (False, True)))
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
@@ -269,6 +270,9 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "qk_layernorm": True,
             "qk_l2_norm": True,
             "v_l2_norm": True,
+            "v_head_dim": 6,
+            "attention_value_scale": 0.5,
+            "softplus_gate": "per-head",
             "keys_are_values": True,
             "layer_scalar": True,
             "per_layer_embed_dim": 8,
@@ -341,11 +345,16 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "latent_size": 8,
         }.items()
     ),
+    (PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4}),
     *((DELTA, {f"gdn.{name}": 8}) for name in ("num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
     *(
         (GLOBAL, {f"global_attention.{name}": value})
         for name, value in {"num_query_groups": 4, "kv_channels": 4, "keys_are_values": False}.items()
     ),
+    (GLOBAL, {"global_attention.softmax_offset": True}),
+    (GLOBAL, {"global_attention.rotary_percent": 0.5}),
+    (GLOBAL, {"global_attention.num_attention_heads": 2}),
+    (dataclasses.replace(DENSE, softplus_gate="per-head"), {"softplus_gate": "per-element"}),
     (SHARING, {"num_kv_shared_layers": 1}),
     (SHARING, {"use_double_wide_mlp": True}),
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
@@ -387,6 +396,8 @@ NO_SHARED = with_fields(EXPERTS, {"moe.shared_ffn_hidden_size": None})
 UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"max_position_embeddings": 64}),
     (DENSE, {"rope_layers": (True, True)}),
+    (DENSE, {"v_head_dim": 4}),
+    (LATENT, {"v_head_dim": 6}),
     (DENSE, {"shared_layernorm": True}),
     (DENSE, {"qk_layernorm_over_heads": True}),
     (DENSE, {"qk_layernorm_after_rope": True}),
@@ -540,6 +551,27 @@ def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change:
 def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> None:
     with pytest.raises(UnknownArchitecture, match="is not computed here with per_layer_embed_dim="):
         GPT(dataclasses.replace(DENSE, activation="xielu", gated_linear_unit=False, per_layer_embed_dim=8), BF16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v_head_dim": 8, "attention_output_gate": True},
+        {"v_head_dim": 8, "keys_are_values": True},
+        {"softplus_gate": "per-head", "parallel_residual": True},
+        {"softplus_gate": "per-head", "pre_layernorms": False},
+        {"softplus_gate": "per-head", "mla": LATENT.mla},
+    ],
+    ids=str,
+)
+def test_what_gates_and_values_of_another_size_are_not_computed_beside_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture, match=f"is not computed here with .*{next(iter(change))}="):
+        GPT(with_fields(DENSE, change), BF16)
+
+
+def test_a_sparse_mixer_of_sigmoids_is_refused() -> None:
+    with pytest.raises(UnknownArchitecture, match=r"is not computed here with moe.sparsemixer_eps=0\.4"):
+        GPT(with_fields(PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4, "moe.score_function": "sigmoid"}), BF16)
 
 
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:

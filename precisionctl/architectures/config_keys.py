@@ -5,7 +5,7 @@ written with a dot. Reading raises DamagedCheckpoint where a key is missing or n
 UnknownArchitecture for a setting that the family's table does not cover.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -340,6 +340,14 @@ def layers_with_window(
     if any(in_window) and config.get("sliding_window", absent) is None:
         raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
     return in_window
+
+
+def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fields:
+    """Fields of attention where it has some values in layers with a window, and others in those without one."""
+    if not any(windows):
+        return without
+    own = {f"global_attention.{name}": value for name, value in without.items() if value != in_window[name]}
+    return in_window if all(windows) else {**in_window, **own}
 
 
 def layer_types(model: ModelShape) -> list[str]:

@@ -144,7 +144,9 @@ ROUTING: tuple[Row | Either, ...] = (*ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
 
 
 def decoder(
-    attention: tuple[Row, ...], experts: tuple[Either, ...] = EXPERTS, routing: tuple[Row | Either, ...] = ROUTING
+    attention: tuple[Row | Either, ...],
+    experts: tuple[Either, ...] = EXPERTS,
+    routing: tuple[Row | Either, ...] = ROUTING,
 ) -> tuple[Row | Either, ...]:
     """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
     return model_rows(*attention, *MLP_NORM, *MLP, *MOE_NORM, *routing, *experts)

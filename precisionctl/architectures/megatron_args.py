@@ -307,9 +307,10 @@ def as_in_megatron(model: ModelShape) -> ModelShape:
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
     """Does Megatron-Core's GPTModel compute this model? Each field of which it makes another one, with the model's
     value and Megatron's; empty where it computes it. It makes a prediction layer like the decoder's last
-    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py)."""
+    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone."""
     dense = {"mtp_dense": (True, False)} if model.mtp_dense and model.has_experts(model.num_layers - 1) else {}
-    return differences(model, as_in_megatron(model)) | dense
+    alone = {"proj_bias": (True, False)} if model.proj_bias and not model.add_bias_linear else {}
+    return differences(model, as_in_megatron(model)) | dense | alone
 
 
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:

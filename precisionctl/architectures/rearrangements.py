@@ -89,7 +89,8 @@ class Vocabulary(_RowPermutation):
 
 
 class Grouped(_RowPermutation):
-    """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
+    """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows, or a
+    value of `v_head_dim`.
 
     With an output gate, Hugging Face's queries are `q_0, gate_0, q_1, gate_1, ...`, and Megatron's groups
     `[q_0 .. q_{r-1}, gate_0 .. gate_{r-1}, k, v]`. No rotary permutation: both sides rotate halves. Where keys are
@@ -104,7 +105,7 @@ class Grouped(_RowPermutation):
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        sizes: list[int] = [model.kv_channels] * (1 if model.keys_are_values else 2)
+        sizes: list[int] = [model.kv_channels, *([] if model.keys_are_values else [model.value_channels])]
         query, *others = _cut(grouped, [grouped.shape[1] - sum(sizes), *sizes], 1)
         if model.attention_output_gate:
             query = self._with_gates(query, (2, -1), model)

@@ -1,9 +1,9 @@
 """Rotary embeddings in config.json: their base, the share of a head that turns, and how they are scaled."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.architectures.config_keys import Config, Fields, Rule, by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
@@ -31,7 +31,8 @@ _QUERY_SCALING = "llama_4_scaling_beta"
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
 """The keys of config.json that say it."""
 
-_LAYERS = {"full_attention", "sliding_attention"}
+_IN_WINDOW = {"full_attention": False, "sliding_attention": True}
+_LAYERS = _IN_WINDOW.keys()
 """Kinds of layers with parameters of their own."""
 
 PARAMETERS = frozenset(
@@ -124,6 +125,60 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
         return config | ({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {})
 
     return Rule((*KEYS, "rope_local_base_freq"), read, write)
+
+
+def rope_of_kinds(
+    config: Config, where: object, windows: Sequence[bool], absent: Mapping[str, Mapping[str, Any]], percent: float
+) -> Fields:
+    """Rotary embeddings of layers with a window and without one, of a class that takes them by kind of layer alone and
+    passes over `rope_theta` beside them (Laguna); the two may turn another share of a head. `absent` is what it takes
+    where there are none, `percent` the share where a kind says none and has no scaling. Raises DamagedCheckpoint for a
+    kind without parameters or a base."""
+    sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
+    parameters = rotary_parameters(
+        {key: value for key, value in config.items() if key != _ORIGINAL}, where, 1e4, absent
+    )
+
+    def read(kind: str) -> Fields:
+        given = parameters.get(kind)
+        if not isinstance(given, Mapping) or "rope_theta" not in given:
+            raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}", where=where)
+        share = 1.0 if given.get("rope_type", given.get("type", "default")) != "default" else percent
+        if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
+            what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
+            raise DamagedCheckpoint(what, where=where, do="Say it in the parameters of each kind of layers.")
+        return read_rope(sized, where, given, 1e4, share)
+
+    used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
+    kinds = {name: read(name) for name in sorted(used)}
+    everywhere = kinds.get("full_attention") or kinds["sliding_attention"]
+    in_window = kinds.get("sliding_attention") or everywhere
+    if in_window["rope_scaling"] and len(used) == 2:
+        raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
+    share = "rotary_percent"
+    return {
+        **everywhere,
+        **by_kind(windows, {share: in_window[share]}, {share: everywhere[share]}),
+        "rotary_base_local": in_window["rotary_base"] if len(used) == 2 else None,
+    }
+
+
+def write_rope_of_kinds(model: ModelShape) -> Config:
+    """`rope_parameters` by kind of layer, as `rope_of_kinds` reads them."""
+    without = model.attention_of(in_window=False)
+    everywhere = {
+        "rope_type": "default",
+        **(model.rope_scaling or {}),
+        "rope_theta": model.rotary_base,
+        "partial_rotary_factor": without.rotary_percent,
+    }
+    local = {
+        "rope_type": "default",
+        "rope_theta": model.rotary_base_local,
+        "partial_rotary_factor": model.rotary_percent,
+    }
+    in_window = everywhere if model.rotary_base_local is None else local
+    return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": in_window}}
 
 
 def _check_whole(fields: Fields, config: Config, where: object) -> None:

@@ -40,7 +40,7 @@ _MODULES = (
     *("dt_bias", "A_log", "D", "conv1d", "in_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
-    *("indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
+    *("g_proj", "indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
     *("wg", "shared_experts", "shared_expert", "shared_mlp", "input_linear", "output_linear"),
     *("fc1_latent_proj", "fc2_latent_proj"),

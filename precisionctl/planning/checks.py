@@ -128,8 +128,8 @@ def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
 def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
     """Raise ShapeMismatch if experts, or attention heads as Megatron distributes them, do not divide evenly over the
     ranks (TransformerConfig.__post_init__)."""
-    ranks, heads = parallelism.tensor, model.num_attention_heads
-    for groups in (each.num_query_groups for each in model.attentions):
+    ranks = parallelism.tensor
+    for heads, groups in ((each.num_attention_heads, each.num_query_groups) for each in model.attentions):
         if heads % ranks or (groups % ranks and ranks % groups):
             raise ShapeMismatch(
                 f"{heads} heads in {groups} query groups cannot be divided evenly among {ranks} tensor-parallel ranks",

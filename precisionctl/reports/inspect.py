@@ -325,7 +325,9 @@ def _attention(model: Mapping[str, Any]) -> str:
         return f"{counted(model['num_attention_heads'], 'head')} of latents of {model['mla']['kv_lora_rank']}"
     own = model["global_attention"]
     groups = counted(model["num_query_groups"], "key-value group")
-    without_window = f", {own['num_query_groups']} in layers without a window" if own else ""
+    without_window = (
+        f", {own['num_query_groups']} in layers without a window" if own and own["num_query_groups"] else ""
+    )
     shared = model["num_kv_shared_layers"]
     shares = f"; the last {counted(shared, 'layer')} read keys and values of earlier ones" if shared else ""
     return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}{shares}"

@@ -270,5 +270,7 @@ def _notes(setup: _Setup, run: Run) -> Iterator[str]:
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"
+    if (moe := run.model.model.moe) and moe.sparsemixer_eps:
+        yield "experts are chosen as in evaluation: SparseMixer's sampling and noise are not computed"
     if run.model.model.unused_kv:
         yield "key and value projections that nothing reads are carried along as they are"

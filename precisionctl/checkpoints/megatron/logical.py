@@ -303,7 +303,8 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
     or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
-    a linear. Nor are norms of latents in an `indexed` model, whose indexers read them too.
+    a linear; nor is it where a gate (Laguna's) reads it, too. Nor are norms of latents in an `indexed` model, whose
+    indexers read them too.
     """
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
@@ -315,14 +316,15 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
         if layer is None:
             continue
         for having, old, new in moved:
-            if layer[2].startswith(old) and layer[1] + having in names and _has_mlp_norm(layer[1], names):
+            if layer[2].startswith(old) and layer[1] + having in names and _fuses_norms(layer[1], names):
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
     return renamed
 
 
-def _has_mlp_norm(layer: str, names: Mapping[str, object]) -> bool:
-    return any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
+def _fuses_norms(layer: str, names: Mapping[str, object]) -> bool:
+    before_mlp = any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
+    return before_mlp and f"{layer}self_attention.linear_gate.weight" not in names
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -65,6 +65,7 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_of(f"{attention}.linear_kv_up_proj", *_INNER),
         *_of(f"{attention}.q_layernorm", *_INNER),
         *_of(f"{attention}.k_layernorm", *_INNER),
+        f"{attention}.linear_gate.weight",
         *_of(f"{attention}.kv_layernorm", *_INNER),
         *_own_norm(modules, f"{attention}.linear_q_up_proj"),
         *_own_norm(modules, f"{attention}.linear_kv_up_proj"),

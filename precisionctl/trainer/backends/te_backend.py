@@ -155,7 +155,7 @@ class TransformerEngineBackend:
 
     def attention(self, model: ModelShape, scale: float) -> nn.Module | None:
         mla, ranks = model.mla, self.world.tensor.size
-        sizes = model.kv_channels, model.kv_channels
+        sizes = model.kv_channels, model.value_channels
         if mla:
             sizes = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
         # None where cuDNN has no kernel, as TE would then hold all scores: before Hopper there is none for packed texts

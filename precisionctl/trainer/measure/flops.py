@@ -75,7 +75,7 @@ def projections(model: ModelShape, layer: int) -> int:
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
-        return hidden * (model.qkv_size - (model.key_value_size if shared else 0)) + out
+        return hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
     return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out

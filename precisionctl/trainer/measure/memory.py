@@ -236,28 +236,35 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
     that it `shares_kv` with."""
     heads, out = model.num_attention_heads, model.projection_size
-    plain = model.attn_logit_softcapping is None and not model.softmax_offset
+    capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset
+    kernels = kept.kernels and not capped and not sinks
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
-        if kept.kernels and plain:  # whose values are copied out of the projection's output, and keep it no longer
-            made = 2 * (model.query_size + keys + keys)
+        others = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
+        if kernels or sinks or (others and not shares_kv):
+            made = 2 * (model.query_size + keys + keys)  # no part of the projection's output, but values by themselves
         else:
             rotated = 0 if model.learned_positions else 2
             made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
+        if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
+            made += (2 + 4 + 4) * model.gate_size + 2 * out
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:
             made += kept.norm * keys
-    if plain:
+    if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
+        core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
+    else:
         core = 4 * heads + 2 * out
-    else:  # for each pair FP32 and BF16 weights, and capped scores; keys and values for each head
-        capped = 0 if model.attn_logit_softcapping is None else 4
-        core = heads * length * (4 + 2 + capped) + 3 * 2 * out
+        if sinks or (out < model.query_size and not kernels):  # what is attended is cut out of wider heads
+            core += 2 * model.query_size
+        if sinks:
+            core += 2 * SINK_CHANNELS * 2 * (heads + model.num_query_groups)
     return made + core + (kept.input * out if kept.input < 2 else 0)
 
 
@@ -296,6 +303,8 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
+    if moe.sparsemixer_eps:  # a softmax and what it leaves out, for each expert chosen
+        router += (4 + 1 + 1) * moe.topk * moe.num_experts
     if moe.own_norms:  # on all tokens the router's (two FP32 values) and the experts'; then those behind experts
         router += (4 + 4 + kept.norm) * hidden
         router += (1 + model.shared_experts) * kept.norm * hidden // kept.tokens

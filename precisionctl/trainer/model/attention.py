@@ -16,6 +16,7 @@ from precisionctl.model_parts import DSA, MLA
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
@@ -34,7 +35,8 @@ class CoreAttention(nn.Module):
         self.kernel = backend.attention(model, scale) if self.plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
+        """Queries `[B, S, G * R, D]`, keys `[B, S, G, D]` and values `[B, S, G, channels]`; gives
+        `[T, G * R * channels]`."""
         heads, packed, window = (query, key, value), positions.packed, positions.window
         if self.kernel is not None:
             attended: Tensor = self.kernel(*heads, packed, window)
@@ -47,7 +49,7 @@ class CoreAttention(nn.Module):
         return attended.reshape(query.shape[:2].numel(), -1)
 
     def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
-        """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, D]`."""
+        """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, channels of a value]`."""
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
         mask = sliding_window_mask(key.shape[2], window, key.device)
         if self.plain:
@@ -58,7 +60,10 @@ class CoreAttention(nn.Module):
                 scale=self.scale,
                 enable_gqa=True,
             )
-            attended = product(attention, query, key, value)
+            # fused kernels take heads of one size, and a value that is 0 stays so
+            narrower = max(0, key.shape[3] - value.shape[3])
+            attended = product(attention, query, key, F.pad(value, (0, narrower)) if narrower else value)
+            attended = attended[..., : value.shape[3]]
         else:
             batch, groups, length, head = key.shape
             grouped = query.reshape(batch, groups, -1, length, head)
@@ -101,12 +106,12 @@ class NormOverHeads(nn.Module):
 
 
 KeysValues = tuple[Tensor, Tensor]
-"""Keys and values as attention takes them, `[B, S, G, D]`."""
+"""Keys and values as attention takes them, `[B, S, G, channels]`."""
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, one value
-    unless keys are values, each D rows; of a layer that `shares_kv`, queries and gates alone. `model` is that of
+    """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, each D rows, one
+    value unless keys are values; of a layer that `shares_kv`, queries and gates alone. `model` is that of
     `attention_of` for this kind of layer."""
 
     def __init__(self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False) -> None:
@@ -115,10 +120,11 @@ class SelfAttention(nn.Module):
         self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
         norm, hidden = norm_of(model), model.hidden_size
         bias = model.add_bias_linear or model.add_qkv_bias
-        self.own_kv = 0 if shares_kv else 1 if model.keys_are_values else 2
+        own = () if shares_kv else (self.head,) if model.keys_are_values else (self.head, model.value_channels)
+        self.own_kv: tuple[int, ...] = own  # rows of the key and value of a group
         rows = model.qkv_size - (model.key_value_size if shares_kv else 0)
         self.linear_qkv = column_linear(
-            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_layernorms else None
+            backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_input_layernorm else None
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
@@ -133,11 +139,15 @@ class SelfAttention(nn.Module):
                 self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
+        self.value_scale = model.attention_value_scale
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.linear_gate: nn.Linear | None = None
+        if model.softplus_gate:
+            self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
-            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
+            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear or model.proj_bias, "row"
         )
 
     def forward(
@@ -145,10 +155,10 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """`[T, E]` to the same, and the keys and values that it read: the `shared` ones of another layer, or its
         own."""
-        qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
+        qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
-        sizes = [qkv.shape[3] - self.own_kv, *[1] * self.own_kv]
-        query, *own = (part.flatten(2, 3) for part in torch.split(qkv, sizes, 3))
+        query, *own = torch.split(qkv, [qkv.shape[3] - sum(self.own_kv), *self.own_kv], 3)
+        query = query.reshape(*positions.shape, -1, self.head)
         if self.gated:
             of_groups = query.view(*positions.shape, self.groups, 2, -1, self.head)
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
@@ -156,7 +166,9 @@ class SelfAttention(nn.Module):
         if shared is None:
             key, value = self._placed(own[0], self.k_layernorm, positions), own[-1]
             if self.v_l2_norm:
-                value = F.rms_norm(value, (self.head,), eps=self.l2_epsilon)
+                value = F.rms_norm(value, value.shape[-1:], eps=self.l2_epsilon)
+            if self.value_scale != 1:
+                value = value * self.value_scale
         else:
             key, value = shared
         if recorder := self.backend.recorder:
@@ -165,6 +177,11 @@ class SelfAttention(nn.Module):
         attended = self.core_attention(query, key, value, positions)
         if self.gated:
             attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
+        if self.linear_gate is not None:
+            entered = self.backend.world.tensor.enter(hidden)
+            opened = F.softplus(product(F.linear, entered, self.linear_gate.weight).float())
+            by_gate = attended.view(*opened.shape, -1)
+            attended = (by_gate * opened[..., None]).to(attended.dtype).view_as(attended)
         out: Tensor = self.linear_proj(attended)
         return out, (key, value)
 

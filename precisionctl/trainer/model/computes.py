@@ -25,10 +25,12 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
+    **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
+    **dict.fromkeys(("softplus_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
     **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused_kv", "per_layer_embed_dim"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
-    "global_attention.keys_are_values": ANY,
+    **dict.fromkeys(("global_attention.keys_are_values", "global_attention.rotary_percent"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
@@ -44,7 +46,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
-    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size"), ANY),
+    **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.score_function": ("softmax", "sigmoid"),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
@@ -56,6 +58,7 @@ BESIDE_MLA: Mapping[str, object] = {
     "qk_layernorm": False,
     "qk_l2_norm": False,
     "v_l2_norm": False,
+    "attention_value_scale": 1.0,
     "keys_are_values": False,
     "attention_output_gate": False,
     "pre_layernorms": True,
@@ -115,7 +118,14 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     refused = {
         "dsa": model.dsa and not model.query_latent,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.latent_experts),
+        "moe.sparsemixer_eps": model.moe
+        and model.moe.sparsemixer_eps
+        and (model.moe.score_function == "sigmoid" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
+        "v_head_dim": model.v_head_dim
+        and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused_kv),
+        "softplus_gate": model.softplus_gate
+        and (model.mla or model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,

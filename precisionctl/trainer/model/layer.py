@@ -19,16 +19,17 @@ class Layer(ResidualLayer):
     """Attention and MLP, each added to the residual stream.
 
     Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
-    have no such linear, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2
-    that alone, and Gemma 4 multiplies what the layer gives, after it has added what it makes of a token's embedding for
-    this layer. Experts with norms of their own read what no norm has.
+    have no such linear, where a gate reads it too (Laguna), and where both read one norm (Cohere). Gemma normalises
+    once more, what is added, and OLMo 2 that alone, and Gemma 4 multiplies what the layer gives, after it has added
+    what it makes of a token's embedding for this layer. Experts with norms of their own read what no norm has.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__(model, number, backend, recompute)
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
-        self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
+        separate = model.mla or model.one_layernorm or model.softplus_gate
+        self.input_layernorm = backend.norm(size, norm) if separate else nn.Identity()
         self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
         if model.gdn and model.has_delta_net(number):
             self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)

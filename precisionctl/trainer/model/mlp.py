@@ -197,6 +197,18 @@ class Router(nn.Module):
             hidden = read.shape[-1]
             read = F.rms_norm(read, (hidden,), eps=self.norm_epsilon) * self.scale.float() * hidden**-0.5
         logits = F.linear(read, self.weight.float(), bias)
+        if self.moe.sparsemixer_eps is not None:
+            weights, chosen = _sparsely_mixed(logits, self.moe.topk, self.moe.sparsemixer_eps)
+        else:
+            weights, chosen = self._of_scores(logits)
+        if self.backend.router_losses:
+            self.backend.router_losses.see(logits, chosen, self.expert_bias)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.float()[chosen]
+        return weights * self.moe.topk_scaling_factor, chosen
+
+    def _of_scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest scores, as weights, and whose they are."""
         if self.moe.score_function == "sigmoid":
             scores = logits.sigmoid()
         else:
@@ -209,11 +221,7 @@ class Router(nn.Module):
         elif self.moe.score_function == "softmax" and not self.moe.pre_softmax:
             # the softmax over the chosen logits: chosen scores over their sum
             weights = logits.gather(1, chosen).softmax(-1)
-        if self.backend.router_losses:
-            self.backend.router_losses.see(logits, chosen, self.expert_bias)
-        if self.per_expert_scale is not None:
-            weights = weights * self.per_expert_scale.float()[chosen]
-        return weights * self.moe.topk_scaling_factor, chosen
+        return weights, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
         """Scores `[T, experts]` with those outside the best groups at minus infinity."""
@@ -225,3 +233,15 @@ class Router(nn.Module):
         outside = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
         inside = grouped.masked_fill(outside[..., None], -torch.inf)
         return inside.flatten(1)
+
+
+def _sparsely_mixed(logits: Tensor, number: int, eps: float) -> tuple[Tensor, Tensor]:
+    """SparseMixer's weights and experts, as without its noise (transformers' modeling_phimoe.py, sparsemixer)."""
+    weights, chosen, left = [], [], logits
+    for _ in range(number):
+        largest, expert = left.max(-1, keepdim=True)
+        far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * eps
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(chosen, -1)

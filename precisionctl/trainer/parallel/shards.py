@@ -145,7 +145,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
     moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
     shared = [
-        ("attention heads", model.num_attention_heads),
+        *(("attention heads", each.num_attention_heads) for each in model.attentions),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
         ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
