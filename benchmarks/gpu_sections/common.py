@@ -17,7 +17,7 @@ from torch import Tensor
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.recipe import Optimizer
+from precisionctl.recipe import Optimizer, Recipe, Train
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
@@ -153,6 +153,11 @@ def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTI
     numbers = torch.stack([value.detach(), optimizer.clip()])
     optimizer.step(lr, ~numbers.isfinite().all())
     return value.detach()
+
+
+def recipe_of(shape: Shape, preset: str) -> Recipe:
+    """That of an update of one pass."""
+    return Recipe(PRESETS[preset], Train(batch_size=shape.rows, micro_batch_size=shape.rows), optimizer=SETTINGS)
 
 
 def stepper(shape: ModelShape, place: Place, preset: str) -> Callable[[Tensor], Tensor]:

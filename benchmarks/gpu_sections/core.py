@@ -8,11 +8,9 @@ import importlib.util
 import time
 from functools import partial
 
-from gpu_sections.common import SETTINGS, Place, Report, Row, Shape, alone, attempt, batch, shapes, speed_of, wait
+from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, batch, recipe_of, shapes, speed_of, wait
 from gpu_sections.peers import OURS, of_peer
 from precisionctl.conversion.ranks import Ranks
-from precisionctl.precision import PRESETS
-from precisionctl.recipe import Recipe, Train
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.router_balance import Balance
 
@@ -38,7 +36,7 @@ def of_core(shape: Shape, preset: str, place: Place) -> Row:
     from precisionctl.mcore.stand_ins import stand_ins
 
     layers = shape.measured[1]
-    recipe = Recipe(PRESETS[preset], Train(batch_size=shape.rows, micro_batch_size=shape.rows), optimizer=SETTINGS)
+    recipe = recipe_of(shape, preset)
     tokens = batch(shape, place)[:, 1:].flatten().cpu().numpy()
     rows = Rows(tokens, None, EqualRows(shape.rows, shape.length), padding=0, largest=shape.vocab - 1, digest="")
     with alone(place), stand_ins(), core_world(Ranks(), recipe) as world:

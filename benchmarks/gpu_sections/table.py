@@ -83,10 +83,11 @@ def _speed(rows: list[Row]) -> str:
                     f"{base['seconds'] / row['seconds']:.2f}",
                     _whole(steps, shape, variant, few, many),
                     "" if memory is None else f"{memory:.1f} GB ({memory / of_base - 1:+.0%})",
+                    f"{row['estimated_gb']:.1f} GB" if "estimated_gb" in row else "",
                 )
             )
     heads = ("shape", "by", "tokens/s", "step, ms", "TFLOP/s", "speed over BF16", "all layers, estimated", "memory")
-    return _table(heads, made)
+    return _table((*heads, "`--dry-run`'s estimate"), made)
 
 
 def _whole(steps: Mapping[tuple[str, str, int], Row], shape: Any, variant: str, few: int, many: int) -> str:

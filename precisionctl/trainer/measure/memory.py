@@ -16,7 +16,9 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, per_layer_input, projections
+from precisionctl.trainer.model.attention import SINK_CHANNELS
 from precisionctl.trainer.model.loss import loss_bytes
+from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrence import CHUNK
 
 
@@ -98,11 +100,11 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
-    kept = _Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
-    after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
+    codes = _Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
+    after += codes * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
-    passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu))
+    passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu), kernels=gpu)
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
@@ -146,19 +148,27 @@ def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool)
     return (2 + 2) * layer + reduced + (2 + 2) * outside
 
 
-def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_bytes: Callable[[int], int]) -> int:
+def pass_bytes(
+    model: ModelShape,
+    recipe: Recipe,
+    backend: BackendName,
+    loss_bytes: Callable[[int], int],
+    kernels: bool = False,
+) -> int:
     """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss takes for so many
-    logits, and what a layer's backward takes besides."""
-    kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
+    logits, and what a layer's backward takes besides. `kernels` as in _Kept."""
+    kept, length = _Kept.of(model, recipe, backend, kernels), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    widest = [model.fc1_size, model.kv_shared_fc1_size]  # channels of activations
-    widest += [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
-    widest += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
+    activated = max(model.fc1_size, model.kv_shared_fc1_size)
+    others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
+    others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
     if model.moe:
-        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.expert_hidden_size]
-    working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
+        activated = max(activated, model.moe.topk * model.expert_fc1_size)
+        others.append(model.moe.topk * model.expert_hidden_size)
+    working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
+    working += 8 * max(_tensors(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
@@ -174,18 +184,22 @@ def pass_bytes(model: ModelShape, recipe: Recipe, backend: BackendName, loss_byt
 @dataclass(frozen=True)
 class _Kept:
     """Bytes that are saved for the backward, for each element of a norm's input (`norm`), of a GEMM's input (`input`)
-    and of a weight (`codes`); and `working`, temporary bytes for each element of the largest activation. A layer's
-    channels are divided by `tensor` ranks, its tokens between GEMMs by `tokens` ranks."""
+    and of a weight (`codes`). Bytes that a layer's backward takes meanwhile, for each element of what an MLP's
+    activation reads (`activated`), and of the largest of what other GEMMs read or make (`working`). A layer's channels
+    are divided by `tensor` ranks, its tokens between GEMMs by `tokens` ranks. `kernels`: one kernel each computes
+    SwiGLU (gpu_kernels.py) and attention (TE's), as on a GPU."""
 
     norm: int
     input: float
     codes: int
+    activated: int
     working: int
     tensor: int = 1
     tokens: int = 1
+    kernels: bool = False
 
     @staticmethod
-    def of(model: ModelShape, recipe: Recipe, backend: BackendName) -> "_Kept":
+    def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "_Kept":
         """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
         keeps codes of weights for the forward, and transposed ones for the backward."""
         tensor = recipe.parallel.tensor
@@ -194,7 +208,10 @@ class _Kept:
         codes = 0 if not fp8 else 1 if emulated else 2
         grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
-        return _Kept(norm, 1 + grouped if fp8 else 2, codes, 12 if emulated and fp8 else 8, tensor, tokens)
+        working = 12 if emulated and fp8 else 8
+        # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
+        activated = 4 if kernels and is_swiglu(model) else working
+        return _Kept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels)
 
 
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
@@ -220,29 +237,33 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
     that it `shares_kv` with."""
     heads, out = model.num_attention_heads, model.projection_size
-    rotated = 0 if model.learned_positions else 2
+    capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset
+    kernels = kept.kernels and not capped and not sinks
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
-        made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
-        if values and (model.attention_value_scale != 1 or model.value_channels < model.kv_channels):
-            made += 2 * keys - 2 * model.qkv_size  # of which no part is kept, but a value by itself
+        others = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
+        if kernels or sinks or (others and not shares_kv):
+            made = 2 * (model.query_size + keys + keys)  # no part of the projection's output, but values by themselves
+        else:
+            rotated = 0 if model.learned_positions else 2
+            made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:
             made += kept.norm * keys
-    fused = 4 * heads + 2 * out
-    if out < model.query_size:  # values are padded to the size of a key, and what is attended is cut
-        fused += 2 * model.query_size
-    if model.attn_logit_softcapping is None and not model.softmax_offset:
-        core = fused
-    else:  # not fused: for each pair FP32 and BF16 weights, and capped scores; keys and values for each head
-        capped = 0 if model.attn_logit_softcapping is None else 4
-        core = heads * length * (4 + 2 + capped) + 2 * (model.query_size + 2 * out)
+    if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
+        core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
+    else:
+        core = 4 * heads + 2 * out
+        if sinks or (out < model.query_size and not kernels):  # what is attended is cut out of wider heads
+            core += 2 * model.query_size
+        if sinks:
+            core += 2 * SINK_CHANNELS * 2 * (heads + model.num_query_groups)
     return made + core + (kept.input * out if kept.input < 2 else 0)
 
 
@@ -274,7 +295,8 @@ def _mixer(mamba: Mamba2, kept: _Kept) -> float:
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
     hidden, moe = model.hidden_size, model.moe
-    channel: float = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
+    read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
+    channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
     channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
     channel /= kept.tensor
     if moe is None or not model.has_experts(layer):

@@ -29,7 +29,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rope over pairs (i, i + P) of `[B, S, heads, D]`; `cos` and `sin` FP32 `[S, 1, P]` or `[B, S, 1, P]`."""
     batch, length, number, size = heads.shape
     heads = heads if heads.stride(-1) == 1 else heads.contiguous()
-    cos, sin = (angles.expand(batch, length, 1, -1).contiguous() for angles in (cos, sin))
+    cos, sin = (angles.contiguous().expand(batch, length, 1, -1) for angles in (cos, sin))
     out = torch.empty((batch, length, number, size), dtype=heads.dtype, device=heads.device)
     pairs = cos.shape[-1]
     at_once = min(_HEADS, triton.next_power_of_2(number))
@@ -42,6 +42,8 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             length,
             number,
             *heads.stride()[:3],
+            *cos.stride()[:2],
+            *sin.stride()[:2],
             PAIRS=pairs,
             SIZE=size,
             PAIRS_BLOCK=triton.next_power_of_2(pairs),
@@ -63,6 +65,10 @@ def _turn(
     batch_stride,
     place_stride,
     head_stride,
+    cos_batch_stride,
+    cos_place_stride,
+    sin_batch_stride,
+    sin_place_stride,
     PAIRS: tl.constexpr,
     SIZE: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr,
@@ -70,12 +76,13 @@ def _turn(
     HEADS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    row, place = token // length, token % length
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
-    source = heads + (token // length) * batch_stride + (token % length) * place_stride + head * head_stride
+    source = heads + row * batch_stride + place * place_stride + head * head_stride
     target = out + (token * number + head) * SIZE
     pair = tl.arange(0, PAIRS_BLOCK)[None, :]
-    c = tl.load(cos + token * PAIRS + pair, mask=pair < PAIRS)
-    s = tl.load(sin + token * PAIRS + pair, mask=pair < PAIRS)
+    c = tl.load(cos + row * cos_batch_stride + place * cos_place_stride + pair, mask=pair < PAIRS)
+    s = tl.load(sin + row * sin_batch_stride + place * sin_place_stride + pair, mask=pair < PAIRS)
     mask = (head < number) & (pair < PAIRS)
     first = tl.load(source + pair, mask=mask).to(tl.float32)
     second = tl.load(source + PAIRS + pair, mask=mask).to(tl.float32)

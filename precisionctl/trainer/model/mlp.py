@@ -43,13 +43,18 @@ class XIELU(nn.Module):
         return torch.where(values > 0, F.softplus(self.alpha_p) * values * values, below) + self.beta * values
 
 
+def is_swiglu(model: ModelShape) -> bool:
+    """Whether an MLP's activation is SwiGLU and nothing besides."""
+    plain = model.activation_clamp is None and not model.glu_offset
+    return model.gated_linear_unit and model.activation == "silu" and plain
+
+
 def activate(values: Tensor, model: ModelShape) -> Tensor:
     """What is between the two linears. Rows of a gated linear_fc1: F of the gate, then F of the up projection."""
     function = ACTIVATIONS[model.activation]
     if not model.gated_linear_unit:
         return function(values)
-    is_swiglu = model.activation == "silu" and model.activation_clamp is None and not model.glu_offset
-    if is_swiglu and (kernels := gpu_kernels(values)):
+    if is_swiglu(model) and (kernels := gpu_kernels(values)):
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)
