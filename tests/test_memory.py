@@ -65,7 +65,8 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = CoreAttention._attend
 
     def attend_contiguous(self: CoreAttention, heads: Sequence[Tensor], window: int | None) -> Tensor:
-        return attend(self, [each.contiguous() for each in heads] if self.plain else heads, window)
+        plain = self.softcap is None and self.softmax_offset is None
+        return attend(self, [each.contiguous() for each in heads] if plain else heads, window)
 
     monkeypatch.setattr(CoreAttention, "_attend", attend_contiguous)
     monkeypatch.setattr(mlp, "gpu_kernels", lambda values: SimpleNamespace(SwiGLU=SwiGLU))

@@ -16,6 +16,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, per_layer_input, projections
+from precisionctl.trainer.model.attention import SINK_CHANNELS
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrence import CHUNK

@@ -31,8 +31,8 @@ class CoreAttention(nn.Module):
             model.num_attention_heads // backend.world.tensor.size, dtype=backend.dtype, device=backend.device
         )
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
-        self.plain = self.softcap is None and self.softmax_offset is None
-        self.kernel = backend.attention(model, scale) if self.plain else None
+        plain = self.softcap is None and self.softmax_offset is None
+        self.kernel = backend.attention(model, scale) if plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys `[B, S, G, D]` and values `[B, S, G, channels]`; gives
@@ -51,8 +51,20 @@ class CoreAttention(nn.Module):
     def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
         """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, channels of a value]`."""
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
-        mask = sliding_window_mask(key.shape[2], window, key.device)
-        if self.plain:
+        mask, channels = sliding_window_mask(key.shape[2], window, key.device), value.shape[3]
+        if self.softcap is not None:
+            batch, groups, length, head = key.shape
+            grouped = query.reshape(batch, groups, -1, length, head)
+            scores = product(torch.matmul, grouped, key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+            if mask is None:
+                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
+            attended = product(torch.matmul, weights, value[:, :, None]).flatten(1, 2)
+        else:
+            if self.softmax_offset is not None:
+                query, key, value = with_sinks(query, key, value, self.softmax_offset.float() / self.scale)
+                mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
             attention = partial(
                 F.scaled_dot_product_attention,
                 attn_mask=mask,
@@ -63,22 +75,28 @@ class CoreAttention(nn.Module):
             # fused kernels take heads of one size, and a value that is 0 stays so
             narrower = max(0, key.shape[3] - value.shape[3])
             attended = product(attention, query, key, F.pad(value, (0, narrower)) if narrower else value)
-            attended = attended[..., : value.shape[3]]
-        else:
-            batch, groups, length, head = key.shape
-            grouped = query.reshape(batch, groups, -1, length, head)
-            scores = product(torch.matmul, grouped, key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
-            if self.softcap is not None:
-                scores = self.softcap * torch.tanh(scores / self.softcap)
-            if mask is None:
-                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~mask, -torch.inf)
-            if self.softmax_offset is not None:
-                sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-                scores = torch.cat([scores, sinks], -1)
-            weights = scores.softmax(-1)[..., :length].to(value.dtype)
-            attended = product(torch.matmul, weights, value[:, :, None]).flatten(1, 2)
+            attended = attended[:, :, -heads[0].shape[1] :, :channels]
         return attended.transpose(1, 2)
+
+
+SINK_CHANNELS = 8
+"""How much larger heads are with sinks: kernels take multiples of 8."""
+
+
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more query, key and value of zero before those of a text `[B, heads, S, D]`, and eight more channels. Causal
+    attention over them gives the text's queries what it gives beside a sink for each head: its key is the first, with
+    which every query's product is `sinks`, FP32 `[heads]`. Nothing reads what the first query is given.
+
+    Two of the channels have the sinks in the queries' dtype and what its rounding leaves, and are 1 in the first key.
+    """
+    rounded = sinks.to(query.dtype)
+    parts = torch.stack([rounded, (sinks - rounded.float()).to(query.dtype)], -1)
+    here = parts[None, :, None].expand(*query.shape[:3], -1)
+    query = F.pad(torch.cat([query, here], -1), (0, SINK_CHANNELS - 2, 1, 0))
+    first = F.pad(key.new_ones(2), (key.shape[3], SINK_CHANNELS - 2)).expand(*key.shape[:2], 1, -1)
+    key = torch.cat([first, F.pad(key, (0, SINK_CHANNELS))], 2)
+    return query, key, F.pad(value, (0, 0, 1, 0))
 
 
 def scaled(query: Tensor, positions: Positions) -> Tensor:

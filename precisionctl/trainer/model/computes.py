@@ -127,6 +127,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "softplus_gate": model.softplus_gate
         and (model.mla or model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,
+        "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
         "activation": model.xielu and (model.moe or model.gated_linear_unit),
