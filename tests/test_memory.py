@@ -20,6 +20,7 @@ from training import make_source, make_text, run, settings
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.errors import EnvironmentProblem
+from precisionctl.fp8.numerics import code_values
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
@@ -149,6 +150,7 @@ def measured(model: ModelShape, made: Recipe) -> int:
     """The most that tensors take in two updates, from making the model on."""
     train, length = made.train, made.data.sequence_length
     row = Piece(torch.arange(length + 1).numpy() % model.vocab_size, None)
+    code_values(torch.zeros(2, dtype=torch.float8_e4m3fn))  # makes the table for pairs of codes, once in a process
     with Live() as live:
         gpt = GPT(model, made.precision, recompute=train.recompute == "layer")
         fp8_lm = made.optimizer.preset == "fp8-lm"

@@ -192,7 +192,7 @@ ARCHITECTURE = Architecture(
         Key("qkv_bias", "attention_bias", False),
         Only("add_swa_attention_sink_bias", True),
         Only("add_full_attention_sink_bias", False),
-        Key("moe.num_experts", "n_routed_experts"),
+        Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         Only("n_shared_experts", None),
