@@ -330,11 +330,11 @@ def test_the_newest_name_of_its_pattern_counts_before_the_older_one() -> None:
 def test_prediction_layers_in_megatrons_arguments_are_refused_by_name(changes: dict[str, object], named: str) -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | changes
     with pytest.raises(UnknownArchitecture, match=named):
-        from_megatron_args(args, 128, "args")
+        from_megatron_args(args, 256, "args")
 
 
 @pytest.mark.parametrize("pattern", ["MEG-M*", "ME+-MD", ["M"] * 6, "", None, 6])
 def test_letters_of_other_layers_and_junk_are_refused(pattern: object) -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": None}
     with pytest.raises(DamagedCheckpoint, match="a pattern of layers|hybrid pattern"):
-        from_megatron_args(args | {"hybrid_layer_pattern": pattern}, 128, "args")
+        from_megatron_args(args | {"hybrid_layer_pattern": pattern}, 256, "args")

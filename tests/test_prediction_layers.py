@@ -193,7 +193,8 @@ def test_what_transformers_does_not_compute_of_exaones_settings_is_refused(key: 
 
 
 def test_mellum_says_what_its_prediction_layer_is_made_of() -> None:
-    config = pico.make("mellum").config.to_dict() | {"num_mtp_layers": 1}
+    told = pico.make("mellum").config.to_dict()
+    config = {key: value for key, value in told.items() if key != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
     model = from_hf_config(config | {"mtp_mlp_layer_types": ["dense"]})
     assert model.mtp_dense and from_hf_config(to_hf_config(model, "bfloat16")) == model
     assert not from_hf_config(config | {"mtp_mlp_layer_types": ["sparse"]}).mtp_dense
