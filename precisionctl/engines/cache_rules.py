@@ -15,8 +15,8 @@ from precisionctl.torch_when_used import torch
 _SCALE = re.compile(
     r"(.+\.self_attn)\.(?:(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale|([kv])_proj\.output_scale)"
 )
-"""The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py); the last ones
-are llm-compressor's older (vLLM: get_cache_scale in compressed_tensors.py)."""
+"""The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py); the last
+are llm-compressor's older ones (vLLM: get_cache_scale in compressed_tensors.py)."""
 
 _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
