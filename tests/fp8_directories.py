@@ -130,6 +130,9 @@ SPELLINGS: dict[str, Spelled] = {
         "weight_scale_inv",
         dtype=torch.float8_e8m0fnu,
     ),
+    "fbgemm": Spelled(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, (1, None)
+    ),
     "modelopt-mxfp8": Spelled({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (1, 32), dtype=torch.uint8),
 }
 

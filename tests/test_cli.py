@@ -518,6 +518,13 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
             shown.stderr,
             re.DOTALL,
         )
+        assert (
+            "embed_tokens" in shown.stdout or "word_embeddings" in shown.stdout
+        )  # the plan, which may be for elsewhere
+        assert list(json.loads(run(*command, tmp_path / "hf", tmp_path / "out", "--dry-run", "--json").stdout)) == [
+            "schema_version",
+            "error",
+        ]
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -200,6 +200,21 @@ def test_scales_of_a_kv_cache_belong_to_no_weight(tmp_path: Path) -> None:
     run(tmp_path / "fp8", tmp_path / "hf", "hf")
 
 
+def test_scales_of_a_cache_under_llm_compressors_older_names_come_back(tmp_path: Path) -> None:
+    """`k_proj.output_scale`, as in directories that llm-compressor 0.1 to 0.3 made with a kv_cache_scheme."""
+    fp8_directories.make(tmp_path / "fp8", "compressed-tensor")
+    file = tmp_path / "fp8" / "model.safetensors"
+    stored = load_file(file)
+    for layer, kind in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
+        stored[f"model.layers.{layer}.self_attn.{kind}_proj.output_scale"] = torch.tensor([0.5 + layer])
+    save_file(stored, file, metadata={"format": "pt"})
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    names = [name for name in stored if name.endswith("output_scale")]
+    assert len(names) == 4 and all(torch.equal(back[name], stored[name]) for name in names)
+
+
 def test_an_older_modelopt_says_its_method_in_a_file_of_its_own(tmp_path: Path) -> None:
     made = fp8_directories.make(tmp_path, "modelopt-tensor")
     config = json.loads((tmp_path / "config.json").read_text())

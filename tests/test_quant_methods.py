@@ -20,6 +20,7 @@ WRITTEN: list[tuple[str, Scheme]] = [
     *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic", "mxfp8")),
     ("fp8", "block"),
     ("mxfp8", "mxfp8"),
+    ("fbgemm_fp8", "dynamic"),
 ]
 EACH = pytest.mark.parametrize(
     "method, scheme",
@@ -41,7 +42,7 @@ def exported(method, scheme):
 
 
 def test_methods_are_found_by_the_name_in_config_json():
-    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8", "mxfp8", "mxfp4"}
+    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8", "mxfp8", "mxfp4", "fbgemm_fp8"}
 
 
 @EACH
@@ -140,7 +141,7 @@ def test_groups_that_are_none_are_refused(groups):
 
 
 def test_an_unknown_quant_method_is_refused_by_name():
-    with pytest.raises(PrecisionError, match="'bitsandbytes'.*compressed-tensors, fp8, modelopt"):
+    with pytest.raises(PrecisionError, match="'bitsandbytes'.*compressed-tensors, fbgemm_fp8, fp8, modelopt"):
         recognise({"quantization_config": {"quant_method": "bitsandbytes"}})
 
 
@@ -466,7 +467,9 @@ def test_a_block_is_a_pair_of_sizes(value):
 
 
 def test_scales_of_caches_and_of_attention_are_no_weights():
-    names = [f"model.layers.0.self_attn.{kind}_scale" for kind in ("k", "v", "q", "kv", "prob")]
+    kinds = ("k", "v", "q", "kv", "prob", "prob_output")
+    names = [f"model.layers.0.self_attn.{kind}_scale" for kind in kinds]
+    names += [f"model.layers.0.self_attn.{kind}_proj.output_scale" for kind in "kvq"]
     stored = dict.fromkeys([*names, "model.layers.0.self_attn.o_proj.weight_scale"], ONE)
     assert list(cache_scales({"quantization_config": {"quant_method": "fp8"}}, stored)) == names
     assert cache_scales({}, stored) == {}

@@ -216,13 +216,14 @@ def do(request: "Request", how: Writing) -> None:
             console.show_lines([*lines, next_step(request, command, compared=how.verify)])
         return
     command = plan_command(request)
-    check_room(command)
     expected = estimate(command.plan, command.reader, command.output.path, how.workers)
     if how.json_wanted:
+        check_room(command)  # first, as there is one document on stdout
         print_json(command.plan.describe() | {"notes": command.notes, "estimate": asdict(expected)})
     else:
         console.show_tables(report.tables(command.plan, expected))
         console.show_lines(command.notes)
+        check_room(command)  # last, as the plan may be meant for another machine
 
 
 def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) -> str:

@@ -12,8 +12,11 @@ from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
 from precisionctl.torch_when_used import torch
 
-_SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale")
-"""The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""
+_SCALE = re.compile(
+    r"(.+\.self_attn)\.(?:(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale|([kv])_proj\.output_scale)"
+)
+"""The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py); the last
+are llm-compressor's older ones (vLLM: get_cache_scale in compressed_tensors.py)."""
 
 _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
@@ -22,7 +25,7 @@ def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
     """An FP8 cache without scales of keys and values in every layer."""
     if not _is_fp8(directory):
         return
-    scaled = {(match[1], match[2]) for match in map(_SCALE.fullmatch, directory.specs) if match}
+    scaled = set(filter(None, map(attention_and_kind, directory.specs)))
     layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, directory.specs) if match)
     missing = [layer for layer in layers if not {(layer, "k"), (layer, "v")} <= scaled]
     if missing:
@@ -32,7 +35,7 @@ def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
 def attention_and_kind(name: str) -> tuple[str, str] | None:
     """The attention that a cache's scale belongs to, and `k` or `v`; None for another tensor."""
     found = _SCALE.fullmatch(name)
-    return (found[1], found[2]) if found else None
+    return (found[1], found[2] or found[3]) if found else None
 
 
 def cache_without_notice(directory: QuantizedDirectory) -> Breaches:

@@ -227,7 +227,10 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
     raise DamagedCheckpoint(f"no {' or '.join(names)} for its codes", where=where, do="Is every shard there?")
 
 
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+CACHE_SCALES = (
+    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale", ".q_proj.output_scale", ".prob_output_scale"),  # the older ones
+)
 _INSIDE_ATTENTION = ("_proj", ".attn", ".mla_attn")
 
 

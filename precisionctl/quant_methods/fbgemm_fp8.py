@@ -1,0 +1,34 @@
+"""`quant_method: fbgemm_fp8` (`weight_scale`): scale_inv, FP32 `[rows, 1]`, one for each output channel.
+
+The format that Meta released Llama 3.1 405B in (transformers' integrations/fbgemm_fp8.py). Inputs get a scale for each
+token, and their amax is cut off at `activation_scale_ub`. It is read here, and written back with the old codes; no
+export is made in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from precisionctl.quant_methods.base import CHANNEL, CacheSpelling, Quantization, QuantMethod, Scheme, Spelling, in_fp8
+
+
+def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
+    """The keys of FbgemmFp8Config (transformers' utils/quantization_config.py)."""
+    assert scheme == "dynamic", "the method has no other"
+    return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": list(ignored)}
+
+
+def read(config: Mapping[str, Any]) -> Quantization:
+    """Nothing: there is one way."""
+    return in_fp8([CHANNEL], False)
+
+
+QUANT_METHOD = QuantMethod(
+    name="fbgemm_fp8",
+    read=read,
+    spelling=Spelling(
+        shapes={"dynamic": lambda rows, columns: (rows, 1)},
+        config=config,
+        cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {}),
+        ignored="modules_to_not_convert",
+    ),
+)
