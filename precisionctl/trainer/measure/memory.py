@@ -229,6 +229,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
         made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
         if values and (model.attention_value_scale != 1 or model.value_channels < model.kv_channels):
             made += 2 * keys - 2 * model.qkv_size  # of which no part is kept, but a value by itself
+        if model.clip_qkv is not None:  # what is clamped, too
+            made += 2 * model.qkv_size
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
