@@ -34,7 +34,8 @@ class ModelShape:
 
     `architecture` is the Hugging Face `model_type`. `qkv_bias`, `proj_bias` and `mlp_bias` are the biases that
     Hugging Face's tensors have; Megatron has one switch for all linears and one for QKV alone. `norm_bias` says whether
-    LayerNorms have biases in Hugging Face; in Megatron they all have. `zero_centered_gamma`
+    LayerNorms have biases in Hugging Face, `norm_weight` whether norms have weights; in Megatron they all have.
+    `zero_centered_gamma`
     and `hf_zero_centered_gamma` say whether norms store their factor less one, in Megatron and in Hugging Face.
 
     `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there is
@@ -52,6 +53,7 @@ class ModelShape:
     channels. With
     `keys_are_values` there is no value projection: a value is the key before its norm and rotary embeddings. A head of
     values has `v_head_dim` channels (None: as many as one of keys), and is multiplied by `attention_value_scale`.
+    Queries, keys and values are clamped to `clip_qkv` as they are projected.
     `global_attention` is what layers without a window have of these otherwise; sizes of attention are asked of
     `attention_of`. The last `num_kv_shared_layers` layers have queries alone, and read the keys and values of the last
     layer before them of their kind, with a window or without (`kv_layer`); with `use_double_wide_mlp` their MLPs have
@@ -109,6 +111,7 @@ class ModelShape:
     v_head_dim: int | None = None
     attention_value_scale: float = 1.0
     keys_are_values: bool = False
+    clip_qkv: float | None = None
     global_attention: GlobalAttention | None = None
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
@@ -135,6 +138,7 @@ class ModelShape:
     mlp_bias: bool = False
     output_bias: bool = False
     norm_bias: bool = True
+    norm_weight: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     mla: MLA | None = None
@@ -457,6 +461,7 @@ _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *(
         "attention_value_scale",
+        "clip_qkv",
         "query_pre_attn_scalar",
         "query_scaling_beta",
         "attn_logit_softcapping",

@@ -12,9 +12,12 @@ STORED = (
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
-TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers", "mtp_dense", "unused_kv")
-"""Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
-and the other not, change no function, and no logits come from prediction layers."""
+TENSORS = (
+    *("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "norm_weight", "mtp_num_layers", "mtp_dense"),
+    "unused_kv",
+)
+"""Fields that say which tensors there are beside those that every model has. Biases of zeros and norms that multiply by
+1, which one layout may have and the other not, change no function, and no logits come from prediction layers."""
 
 USED = "used"
 """The value of a part, such as experts, of which some layer makes use."""

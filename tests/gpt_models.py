@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
             "attention_bias": False,
         },
     ),
+    "olmo that clamps nothing": ("olmo", {"clip_qkv": None, "attention_bias": True}),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
     "mistral without a window": ("mistral", {"sliding_window": None}),

@@ -522,6 +522,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "router_jitter_noise": 0.4,
     },
+    "olmo": {"model_type": "olmo", "clip_qkv": 0.4},
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }

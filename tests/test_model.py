@@ -99,6 +99,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("mimo-v2-flash", {"rotary_base_local": None}),
     ("laguna", {"rope_scaling": None}),
     ("phimoe", {"moe.sparsemixer_eps": 0.01}),
+    ("olmo", {"clip_qkv": None}),
     ("laguna", {"moe.topk_scaling_factor": 1.0}),
     ("mimo-v2-flash", {"rotary_percent": 0.5}),
 ]
@@ -225,6 +226,14 @@ def test_a_bias_that_only_megatron_has_stays_zero() -> None:
     assert {name.split(".")[-2] for name in trained} == {"linear_qkv", "linear_proj"}
 
 
+def test_norms_that_only_megatron_has_multiply_by_one_and_are_not_trained(tmp_path: Path) -> None:
+    made = converted(transformers_model("olmo"), tmp_path)
+    norms = {name: values for name, values in made.tensors.items() if "norm" in name}
+    assert len(norms) == 2 * 2 * 2 + 2 and not any(values.any() for values in norms.values())
+    trained = {name for name, parameter in GPT(made.model, BF16).named_parameters() if parameter.requires_grad}
+    assert trained == made.tensors.keys() - norms.keys()
+
+
 def test_rope_scaling_of_a_type_that_is_not_known_is_refused() -> None:
     scaled = dataclasses.replace(tiny_shape(), rope_scaling={"rope_type": "spiral", "factor": 4.0})
     with pytest.raises(UnknownArchitecture, match="spiral"):
@@ -337,12 +346,16 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
 
 def trained(name: str, model: ModelShape) -> bool:
     """Whether an update changes a parameter: not what balances experts, nor buffers, nor layers and indexers that
-    nothing runs, nor biases that only Megatron has."""
+    nothing runs, nor biases and norms that only Megatron has."""
     kept_as_it_is = name.endswith(("expert_bias", "activation_func.beta", "activation_func.eps", "layer_scalar"))
     kept_as_it_is |= name.startswith("mtp.") or ".indexer." in name
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
     only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)
     only_megatrons |= {"linear_fc1.bias": not model.mlp_bias, "linear_fc2.bias": not model.mlp_bias}
+    only_megatrons["final_layernorm.weight"] = not model.norm_weight
+    for linear in ("linear_qkv", "linear_fc1"):
+        only_megatrons[f"{linear}.layer_norm_bias"] = not model.norm_bias
+        only_megatrons[f"{linear}.layer_norm_weight"] = not model.norm_weight
     return not (kept_as_it_is or only_megatrons.get(".".join(name.split(".")[-2:]), False))
 
 

@@ -273,6 +273,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "v_head_dim": 6,
             "attention_value_scale": 0.5,
             "softplus_gate": "per-head",
+            "clip_qkv": 0.1,
             "keys_are_values": True,
             "layer_scalar": True,
             "per_layer_embed_dim": 8,
@@ -558,6 +559,7 @@ def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> N
     [
         {"v_head_dim": 8, "attention_output_gate": True},
         {"v_head_dim": 8, "keys_are_values": True},
+        {"clip_qkv": 0.1, "attention_output_gate": True},
         {"softplus_gate": "per-head", "parallel_residual": True},
         {"softplus_gate": "per-head", "pre_layernorms": False},
         {"softplus_gate": "per-head", "mla": LATENT.mla},

@@ -99,7 +99,7 @@ def _of_transformers(model: nn.Module, precision: Precision) -> Sites:
 def _norm_before(name: str, jobs: Mapping[str, Job], model: nn.Module, shape: ModelShape) -> Normed | None:
     """The norm in transformers that Megatron fuses into a module; None if there is none."""
     weight, bias = jobs.get(f"{name}.layer_norm_weight"), jobs.get(f"{name}.layer_norm_bias")
-    if weight is None:
+    if weight is None or not weight.reads:  # one without parameters (OLMo) is told by what it gives, rounded
         return None
     norm = norm_of(shape)
 

@@ -250,6 +250,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
         else:
             rotated = 0 if model.learned_positions else 2
             made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
+        if model.clip_qkv is not None:  # what is clamped, too
+            made += 2 * model.qkv_size
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.softplus_gate:  # the gate in FP32 before and after, and its other factor

@@ -157,7 +157,7 @@ class SelfAttention(nn.Module):
                 self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
-        self.value_scale = model.attention_value_scale
+        self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
         self.linear_gate: nn.Linear | None = None
@@ -174,6 +174,8 @@ class SelfAttention(nn.Module):
         """`[T, E]` to the same, and the keys and values that it read: the `shared` ones of another layer, or its
         own."""
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, *own = torch.split(qkv, [qkv.shape[3] - sum(self.own_kv), *self.own_kv], 3)
         query = query.reshape(*positions.shape, -1, self.head)

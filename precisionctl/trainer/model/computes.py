@@ -26,7 +26,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
-    **dict.fromkeys(("softplus_gate", "global_attention.num_attention_heads"), ANY),
+    **dict.fromkeys(("clip_qkv", "norm_weight", "softplus_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
     **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused_kv", "per_layer_embed_dim"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
@@ -59,6 +59,7 @@ BESIDE_MLA: Mapping[str, object] = {
     "qk_l2_norm": False,
     "v_l2_norm": False,
     "attention_value_scale": 1.0,
+    "clip_qkv": None,
     "keys_are_values": False,
     "attention_output_gate": False,
     "pre_layernorms": True,
@@ -124,6 +125,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
         and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused_kv),
+        "clip_qkv": model.clip_qkv and model.attention_output_gate,
         "softplus_gate": model.softplus_gate
         and (model.mla or model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,

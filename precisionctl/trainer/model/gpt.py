@@ -78,7 +78,7 @@ class GPT(nn.Module):
         if model.mtp_num_layers:
             mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
             self.mtp = world.sharded(mtp, dtype)
-        self._freeze_filled_biases()
+        self._freeze_filled()
         world.sharded(self, dtype)
 
     def forward(
@@ -167,16 +167,20 @@ class GPT(nn.Module):
         finally:
             self.backend.recorder = None
 
-    def _freeze_filled_biases(self) -> None:
+    def _freeze_filled(self) -> None:
         # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others
-        # are zeros, and training them would make a model that Hugging Face cannot hold. LayerNorms have biases, too.
+        # are zeros, and training them would make a model that Hugging Face cannot hold. LayerNorms have weights and
+        # biases, too.
         of_mlp = self.model.mlp_bias
         present = {"linear_qkv": self.model.qkv_bias, "linear_proj": self.model.proj_bias}
         present |= {"linear_fc1": of_mlp, "linear_fc2": of_mlp}
         present |= {"input_layernorm": self.model.norm_bias, "final_layernorm": self.model.norm_bias}
+        of_norms = {"layer_norm_bias": self.model.norm_bias, "layer_norm_weight": self.model.norm_weight}
         for name, parameter in self.named_parameters():
             module, _, kind = name.rpartition(".")
-            if kind == "bias" and not present.get(module.rpartition(".")[2], True):
+            filled = kind == "bias" and not present.get(module.rpartition(".")[2], True)
+            factor = module == "decoder.final_layernorm" and kind == "weight" and not self.model.norm_weight
+            if filled or factor or not of_norms.get(kind, True):
                 parameter.requires_grad_(False)
 
     def _positions(
