@@ -107,7 +107,7 @@ def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
 
 _KEPT = re.compile(
     r"(?:.+\.)?(?:A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias|gate\.bias"
-    r"|(?:.+_hc|hc_head)\.\w+|hc_\w+|attn_sink|sinks|ape|position_bias)"
+    r"|(?:.+_hc|hc_head)\.\w+|hc_\w+|attn_sink|sinks|ape|position_bias)(?:\[\d+\])?"
 )
 """Tensors that keep their dtype, which are FP32 for a reason: state-space parameters, biases of a choice, and of
 DeepSeek-V4 hyper-connections, sinks and the positions in a compressed window."""
