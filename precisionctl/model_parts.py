@@ -1,7 +1,8 @@
-"""What some models have beside plain attention and MLPs: experts, latent and sparse attention, gated delta nets,
-Mamba-2 mixers, a wrapper of images or sound; and what is a size."""
+"""What some models have beside plain attention and MLPs: experts, latent, sparse and compressed attention, gated delta
+nets, Mamba-2 mixers, several residual streams, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -38,10 +39,12 @@ class MoE:
     """Layers whose MLP is a mixture of experts; the fields are Megatron's `--moe-*` and `--num-experts`.
 
     `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax`
-    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid`, which is divided by the sum over the chosen
-    ones unless `pre_softmax`; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of
-    `num_groups` are chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added
-    for the choice alone, to scores over all experts; `router_bias` to the logits. With `shared_expert_gate`, what the
+    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` or `sqrtsoftplus` (the root of the softplus),
+    which are divided by the sum over the chosen ones unless `pre_softmax`; then times `topk_scaling_factor`. With
+    groups, only experts of the `group_topk` best of `num_groups` are chosen from; a group is worth the sum of its
+    `group_scores` best experts. `expert_bias` is added for the choice alone, to scores over all experts; `router_bias`
+    to the logits. In the first `n_hash_layers` a table says which experts each token of the vocabulary has, and there
+    is no `expert_bias`. With `shared_expert_gate`, what the
     shared experts give is multiplied by the sigmoid of one more projection of the token. With `shared_average` what
     they and the routed ones give is averaged, and not added. With `probs_on_input` what an expert reads is multiplied
     by its score, which is then divided by no sum, and what it gives is added as it is. With a `sparsemixer_eps`
@@ -62,7 +65,7 @@ class MoE:
     ffn_hidden_size: int
     layer_freq: tuple[bool, ...]
     shared_ffn_hidden_size: int | None = None
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     pre_softmax: bool = False
     topk_scaling_factor: float = 1.0
     expert_bias: bool = False
@@ -76,6 +79,7 @@ class MoE:
     sparsemixer_eps: float | None = None
     own_norms: bool = False
     latent_size: int | None = None
+    n_hash_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -83,6 +87,7 @@ class MoE:
         for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores", "latent_size"):
             if getattr(self, name) is not None:
                 check_size(getattr(self, name), name)
+        check_count(self.n_hash_layers, "n_hash_layers", MOST_LAYERS)
         real(self.topk_scaling_factor, "topk_scaling_factor")
         if self.sparsemixer_eps is not None:
             real(self.sparsemixer_eps, "sparsemixer_eps")
@@ -310,3 +315,74 @@ class DSA:
     def query_size(self) -> int:
         """Rows of the indexer's query projection."""
         return self.n_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class CSA:
+    """DeepSeek-V4's attention, with one key for all heads, which is also the value (its report, section 2.3). Each
+    query sees the last `window_size` tokens and, as `pattern` says of each layer, none before them (W), or keys that
+    are made of several tokens each, as many as RATIOS says: of those with an overlap the `topk` that an indexer chooses
+    (C), of those without all (H).
+
+    Queries are made of a latent of `q_lora_rank` channels. What heads give is projected in `o_groups` groups to
+    `o_lora_rank` channels each, and these together. An indexer has `n_heads` heads of `head_dim` channels. Fields are
+    those of Megatron's dev branch, but for `pattern`, which are the letters of its hybrid layers; `n_heads`, `head_dim`
+    and `topk` are its `--dsa-indexer-*`.
+    """
+
+    pattern: str
+    window_size: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    n_heads: int
+    head_dim: int
+    topk: int
+
+    RATIOS: ClassVar[Mapping[str, int]] = {"W": 0, "C": 4, "H": 128}
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not {*self.pattern} <= self.RATIOS.keys():
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are W, C and H.")
+        for name, size in vars(self).items():
+            if name != "pattern":
+                check_size(size, name)
+        for product in ("query_size", "grouped_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def overlapping_size(self) -> int:
+        """Rows of the projections of an indexer's keys: of a token for its own window, and for the next."""
+        return 2 * self.head_dim
+
+    @property
+    def grouped_size(self) -> int:
+        """Channels that the groups of heads give together."""
+        return self.o_groups * self.o_lora_rank
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Several residual streams in the place of one (Xie et al., mHC, 2026); the fields are Megatron's. A block reads a
+    weighted sum of the `num_residual_streams`, and is added to each by a weight; beforehand they are mixed by a matrix,
+    which `mhc_sinkhorn_iterations` make doubly stochastic. All three are made of the streams. `epsilon` is added to the
+    weights, and to the sums that they are divided by."""
+
+    num_residual_streams: int
+    mhc_sinkhorn_iterations: int
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_size(self.num_residual_streams, "num_residual_streams", 1 << 10)
+        check_size(self.mhc_sinkhorn_iterations, "mhc_sinkhorn_iterations", 1 << 10)
+        real(self.epsilon, "epsilon of hyper-connections")
+
+    @property
+    def mapping_size(self) -> int:
+        """Weights that each token has: one of a stream to read, one to add, and the matrix."""
+        return self.num_residual_streams * (2 + self.num_residual_streams)

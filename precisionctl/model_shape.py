@@ -7,12 +7,14 @@ from typing import Any, Literal, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_parts import (
+    CSA,
     DSA,
     LARGEST,
     MLA,
     MOST_LAYERS,
     GatedDeltaNet,
     GlobalAttention,
+    HyperConnections,
     Mamba2,
     MoE,
     Wrapper,
@@ -143,6 +145,8 @@ class ModelShape:
     add_qkv_bias: bool = False
     mla: MLA | None = None
     dsa: DSA | None = None
+    csa: CSA | None = None
+    mhc: HyperConnections | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
     mamba: Mamba2 | None = None
@@ -185,6 +189,7 @@ class ModelShape:
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
+        by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
@@ -193,6 +198,9 @@ class ModelShape:
         for layer in sorted({self.in_window(layer): layer for layer in reversed(shared)}.values()):
             self.kv_layer(layer)  # which raises where the first of its kind has none to read
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
+        check_size(self.streams_size, "streams_size", 4 * LARGEST)
+        if self.csa and self.projection_size % self.csa.o_groups:
+            raise DamagedCheckpoint(f"{self.projection_size} channels of heads in {self.csa.o_groups} groups")
 
     @property
     def model_type(self) -> str:
@@ -214,7 +222,9 @@ class ModelShape:
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are."""
-        return replace(self, gdn=None, global_attention=None, moe=None if self.mtp_dense else self.moe)
+        csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
+        moe = self.moe and replace(self.moe, n_hash_layers=0)
+        return replace(self, gdn=None, csa=csa, global_attention=None, moe=None if self.mtp_dense else moe)
 
     @property
     def rotary_size(self) -> int:
@@ -284,6 +294,22 @@ class ModelShape:
     def expert_hidden_size(self) -> int:
         """Input width of experts, and their output's."""
         return (self.moe and self.moe.latent_size) or self.hidden_size
+
+    @property
+    def overlapping_size(self) -> int:
+        """Rows of the projections of compressed keys with an overlap: of a token for its own window, and for the
+        next."""
+        return 2 * self.kv_channels
+
+    @property
+    def group_size(self) -> int:
+        """Channels of a group of heads that the output projection reads by itself."""
+        return self.projection_size // self.csa.o_groups if self.csa else self.projection_size
+
+    @property
+    def streams_size(self) -> int:
+        """Channels of a token's residual streams together."""
+        return self.hidden_size * (self.mhc.num_residual_streams if self.mhc else 1)
 
     @property
     def latent_experts(self) -> bool:
@@ -394,6 +420,8 @@ class ModelShape:
 
     def in_window(self, layer: int) -> bool:
         """Whether a layer's attention is in a sliding window or in chunks."""
+        if self.csa:
+            return self.csa.pattern[layer] == "W"
         if self.sliding_window is None and self.attention_chunk_size is None:
             return False
         return self.window_layers is None or self.window_layers[layer]
@@ -421,7 +449,13 @@ class ModelShape:
         return self.kv_shared_ffn_hidden_size if self.shares_kv(layer) else self.ffn_hidden_size
 
     def has_indexer(self, layer: int) -> bool:
+        if self.csa:
+            return self.csa.pattern[layer] == "C"
         return self.dsa is not None and self.dsa.layers[layer]
+
+    def is_hashed(self, layer: int) -> bool:
+        """Whether a table chooses a token's experts."""
+        return self.moe is not None and layer < self.moe.n_hash_layers
 
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layer_freq[layer]

@@ -27,13 +27,14 @@ MOMENTUM = "momentum_buffer"
 """What Muon keeps of each matrix, in PyTorch as in Megatron: the mean of its gradients, weighted by their age."""
 
 NOT_TRAINED = (
-    *(".e_score_correction_bias", ".expert_bias"),
+    *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
     ".layer_scalar",
     *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of what no optimizer has a state of: what routers add to scores, which a rule
-changes; the factor of a layer of Gemma 4, and its unused projections; xIELU's two settings."""
+changes, and their tables of experts; the factor of a layer of Gemma 4, and its unused projections; xIELU's two
+settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

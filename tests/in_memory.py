@@ -81,10 +81,14 @@ def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMem
 
 
 def to_hf(reader: Reader, *, respelled: bool = False, dtype: DType | None = None) -> InMemory:
-    """The same model in Hugging Face's layout; what nothing writes stays NaN."""
+    """The same model in Hugging Face's layout; what nothing writes stays NaN, or of integers -1."""
     plan = make_plan(reader, "hf", respelled=respelled, dtype=dtype)
-    nan = float("nan")
-    tensors = {name: torch.full(spec.shape, nan, dtype=spec.dtype.torch) for name, spec in plan.targets.items()}
+
+    def unwritten(spec: TensorSpec) -> Tensor:
+        empty = torch.empty(spec.shape, dtype=spec.dtype.torch)
+        return empty.fill_(float("nan") if spec.dtype.is_floating_point or spec.is_codes else -1)
+
+    tensors = {name: unwritten(spec) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "hf", tensors, companions=reader.companions)
     convert.run(plan, reader, made)
     return made

@@ -1,5 +1,6 @@
 """Models small enough to make on the spot, of real architectures, by transformers itself."""
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -101,6 +103,29 @@ _GRANITE = {
     "residual_multiplier": 0.25,
     "attention_multiplier": 0.125,
     "logits_scaling": 0.5,
+}
+
+_DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,  # its experts'
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "sliding_window": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -523,6 +548,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.4,
     },
     "olmo": {"model_type": "olmo", "clip_qkv": 0.4},
+    "deepseek-v4": _DEEPSEEK_V4,
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
@@ -579,6 +605,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
+    made |= {("compressed keys", model.csa is not None)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
@@ -635,8 +662,13 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(r"norm|ln_|bias$|sinks$|layer_scalar$|router\.\w*scale$|router\.gate\.weight$", name):
+            if re.search(
+                r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$",
+                name,
+            ):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
             if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
                 tensor.copy_(tensor.bfloat16())
             if family.startswith("gemma4") and name.endswith(
@@ -665,4 +697,21 @@ def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB
     """Make a model and let transformers save it."""
     model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if family == "deepseek-v4":
+        _with_published_names(directory)
     return model
+
+
+def _with_published_names(directory: Path) -> None:
+    """DeepSeek-V4's, which we write. What transformers 5.23 saves under are others, which it reads as well as these."""
+
+    def published(name: str) -> str:
+        name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
+        return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+    for path in directory.glob("*.safetensors"):
+        save_file({published(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    for path in directory.glob("*.index.json"):
+        index = json.loads(path.read_text())
+        index["weight_map"] = {published(name): file for name, file in index["weight_map"].items()}
+        path.write_text(json.dumps(index))

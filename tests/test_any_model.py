@@ -168,8 +168,9 @@ def test_beside_a_language_model_every_other_part_is_a_tower() -> None:
 
 
 def test_a_table_that_is_read_off_keeps_what_is_fp32_for_a_reason_and_counts_as_people_do() -> None:
-    keeping = ["A_log", "D", "dt_bias", "e_score_correction_bias", "correction_bias", "expert_bias"]
-    names = [f"model.layers.0.mixer.{name}" for name in [*keeping, "bias", "A_log_proj", "Dt"]]
+    keeping = ["A_log", "D", "dt_bias", "e_score_correction_bias", "correction_bias", "expert_bias", "gate.bias"]
+    keeping += ["hc_attn_fn", "hc_ffn_scale", "attn_hc.base", "hc_head.hc_fn", "attn_sink", "sinks", "ape"]
+    names = [f"model.layers.0.mixer.{name}" for name in [*keeping, "bias", "A_log_proj", "Dt", "shape", "gate.weight"]]
     kept = [row.megatron for row in rows(matrices(*names, dtype=DType.float32)) if row.keeps_dtype]
     assert sorted(kept) == sorted(names[: len(keeping)])
     (counter,) = rows(matrices("model.steps", dtype=DType.int64))

@@ -1,5 +1,7 @@
 """FLOPs by formula against torch's own counter of what the model computes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pico import representing, shape, switches
@@ -9,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
+from precisionctl.trainer.measure import flops
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
@@ -33,7 +36,7 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
     nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
-        if model.has_attention(layer):
+        if model.has_attention(layer) and not model.csa:
             in_chunks = [chunk] * (LENGTH // chunk) * len(lengths) if chunk and model.in_window(layer) else lengths
             attention = model.attention_of(model.in_window(layer))
             pairs = sum(length**2 for length in in_chunks)
@@ -43,6 +46,7 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
     beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)
+    beside += _beside_streams(model, lengths)
     return 6 * (above + sum(lengths) * (routers + gates)) + beside
 
 
@@ -87,6 +91,29 @@ def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
     return counter.get_total_flops() - formula + convolution
 
 
+def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
+    """What joins blocks to the residual streams, and what attention to compressed keys takes more: all pairs, and no
+    gradient of an indexer."""
+    csa, mhc, tokens = model.csa, model.mhc, sum(lengths)
+    if csa is None or mhc is None:
+        return 0
+    number, streams = mhc.num_residual_streams, model.streams_size
+    connection = 6 * tokens * (mhc.mapping_size * streams + number * streams)
+    beside = 2 * model.num_layers * connection + 6 * tokens * number * streams
+    layers = GPT(model, PRESETS["bf16"], dtype=torch.float32).decoder.layers
+    for layer, each in enumerate(layers):
+        sizes = (model.query_size, model.kv_channels, model.hidden_size, csa.q_lora_rank)
+        read = [torch.rand(len(lengths), LENGTH, size, requires_grad=True) for size in sizes]
+        angles = torch.rand(2, len(lengths), LENGTH, model.rotary_size // 2)
+        with FlopCounterMode(display=False) as counter:
+            each.self_attention.core_attention(*read, *angles).sum().backward()
+        pairs = sum(flops._compressed_attention(model, csa, layer, length) for length in lengths)
+        weights = 2 * model.hidden_size * flops.compressed_rows(model, layer)
+        weights += flops.indexer(model) if model.has_indexer(layer) else 0
+        beside += counter.get_total_flops() - 6 * (pairs + tokens * weights)
+    return beside
+
+
 @pytest.mark.parametrize("family", representing(switches))
 def test_torch_counts_the_same_products(family: str) -> None:
     model, lengths = shape(family), [LENGTH] * 2
@@ -129,3 +156,18 @@ def test_the_peak_is_that_of_the_device_and_not_of_one_whose_name_is_in_its_own(
 
 def test_a_device_that_is_not_known_has_no_peak() -> None:
     assert bf16_peak("NVIDIA GeForce RTX 3060") is None
+
+
+def test_deepseek_v4_takes_what_megatron_s_formula_says() -> None:
+    """Of the attention of one layer of each kind (_dsv4_hybrid_self_attention_flops of Megatron-LM's dev branch),
+    worked out by hand for 2 heads of 8 channels, windows of 4 and texts of 1024 tokens, of which an indexer chooses 16.
+    """
+    model = replace(shape("deepseek-v4"), num_attention_heads=2, kv_channels=8)
+    assert model.csa
+    csa = replace(model.csa, pattern="WCH", window_size=4, n_heads=3, head_dim=5, topk=16)
+    found = [flops._compressed_attention(replace(model, csa=csa), csa, layer, 1024) for layer in range(3)]
+    heads, window = 2 * 8, 1024 * 2 * 8 * 4 * 2
+    chosen = 16 * (1 - 16 * 4 / (2 * 1024))
+    assert found[0] == window
+    assert found[1] == window + 1024 * 2 * heads * chosen + 1024**2 * 3 * 5 / 4
+    assert found[2] == window + 1024**2 * heads / 128

@@ -27,13 +27,14 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
+from precisionctl.model_parts import CSA, DSA, MLA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
 from precisionctl.same_model import STORED, TENSORS, differences
 from precisionctl.trainer.model.computes import (
+    BESIDE_CSA,
     BESIDE_DELTA_NETS,
     BESIDE_EXPERTS,
     BESIDE_MIXERS,
@@ -143,6 +144,11 @@ READ: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": ("ME*-MM", "ME*-M"),
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"), (16,)),
     "moe_latent_size": (16, None),
+    "csa_compress_ratios": ([4, 0, 128], [0, 4]),
+    **dict.fromkeys(("csa_window_size", "o_groups", "o_lora_rank", "num_residual_streams"), (2, 4)),
+    **dict.fromkeys(("csa_compress_rotary_base", "mhc_sinkhorn_iterations"), (7,)),
+    "enable_hyper_connections": (True, False),
+    "moe_n_hash_layers": (2, None),
 }
 """Every argument that says what is computed, and other values of it."""
 
@@ -152,7 +158,7 @@ SAID_OTHERWISE = {
     *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
     *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
     *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type", "apply_rope_fusion"),
-    *("dsa_indexer_k_norm_epsilon", "is_hybrid_model"),
+    *("dsa_indexer_k_norm_epsilon", "is_hybrid_model", "actual_vocab_size"),
 }
 """Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""
 
@@ -229,6 +235,16 @@ SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) *
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
+STREAMS = dataclasses.replace(
+    NO_WINDOW,
+    num_layers=3,
+    num_query_groups=1,
+    rotary_base_local=100.0,
+    activation_clamp=0.5,
+    csa=CSA("WCC", 3, 6, 2, 5, 2, 4, 1),
+    mhc=HyperConnections(2, 3),
+    moe=MoE(4, 2, 12, (True,) * 3, 12, "sqrtsoftplus", expert_bias=True, n_hash_layers=1),
+)
 SCALED = dataclasses.replace(
     DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 )
@@ -371,6 +387,28 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
     (LATENT, {"dsa": INDEXED.dsa}),
+    (DENSE, {"csa": CSA("WC", 3, 6, 2, 5, 2, 4, 1)}),
+    (DENSE, {"mhc": STREAMS.mhc}),
+    *(
+        (STREAMS, {f"csa.{name}": value})
+        for name, value in {
+            "pattern": "CWC",
+            "window_size": 2,
+            "q_lora_rank": 8,
+            "o_groups": 4,
+            "o_lora_rank": 6,
+            "n_heads": 3,
+            "head_dim": 6,
+            "topk": 2,
+        }.items()
+    ),
+    (STREAMS, {"mhc.num_residual_streams": 3}),
+    (STREAMS, {"mhc.mhc_sinkhorn_iterations": 4}),
+    (STREAMS, {"mhc.epsilon": 0.1}),
+    (STREAMS, {"moe.n_hash_layers": 2}),
+    (STREAMS, {"moe.score_function": "sigmoid"}),
+    (STREAMS, {"rotary_base_local": 3.0}),
+    (EXPERTS, {"moe.n_hash_layers": 1}),
 ]
 """Models, and for each field one with another value, where a layer uses it."""
 INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
@@ -497,7 +535,7 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, INDEXED, DELTA, MIXERS, GLOBAL) for name, _ in named_values(model)}
+NAMES = {name for model in (EXPERTS, INDEXED, DELTA, MIXERS, GLOBAL, STREAMS) for name, _ in named_values(model)}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
@@ -505,7 +543,7 @@ def test_gpt_lists_every_field_of_a_model() -> None:
         f"{group}.{field.name}"
         for group, kind in (
             *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
-            ("global_attention", GlobalAttention),
+            *(("global_attention", GlobalAttention), ("csa", CSA), ("mhc", HyperConnections)),
         )
         for field in dataclasses.fields(kind)
     }
@@ -518,6 +556,18 @@ BESIDE_MIXERS_OTHERWISE = {
     "gdn": DELTA.gdn,
     "attention_chunk_size": 2,
     "mtp_num_layers": 1,
+}
+
+
+BESIDE_CSA_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_CSA.items() if isinstance(value, bool)},
+    **dict.fromkeys(("attention_chunk_size", "sliding_window", "num_query_groups"), 2),
+    **dict.fromkeys(("query_pre_attn_scalar", "query_scaling_beta", "attn_logit_softcapping"), 3.0),
+    "position_embedding": "learned_absolute",
+    "residual_multiplier": 0.5,
+    "num_kv_shared_layers": 1,
+    "per_layer_embed_dim": 8,
+    "mla": LATENT.mla,
 }
 
 
@@ -535,11 +585,12 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
     [
         (DENSE, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
-        (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
+        (EXPERTS, {"moe.score_function": "tanh"}),
         *((LATENT_WITHOUT_WINDOW, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
+        *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
     ],
     ids=str,
 )

@@ -8,6 +8,15 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.architectures.streams_args import (
+    CSA_NAME,
+    MHC_NAME,
+    csa_args,
+    mhc_args,
+    read_csa,
+    read_csa_rope,
+    read_mhc,
+)
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model_parts import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, MoE, check_size, real
 from precisionctl.model_shape import ModelShape
@@ -26,7 +35,7 @@ WITHOUT = (
     *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "use_mup"),
-    *("enable_hyper_connections", "enable_mhc_connections"),  # the second name since 2026
+    *("enable_hyper_connections", "enable_mhc_connections"),  # but the first beside DeepSeek-V4's attention
     *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
 BALANCING = "moe_router_load_balancing_type"
@@ -134,6 +143,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "padded_vocab_size": model.padded_vocab_size,
         "untie_embeddings_and_output_weights": model.untied_embeddings,
         **_rope_args(model),
+        **csa_args(model, _yarn_args(model.rope_scaling or {"factor": 1.0})),
+        **mhc_args(model),
     }
 
 
@@ -247,8 +258,11 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
         # Megatron-Core has it for one expert of a token, whose sigmoid it divides by nothing
         **({"moe_apply_probs_on_input": True} if moe.probs_on_input and moe.topk == 1 else {}),
         **({"moe_latent_size": moe.latent_size} if moe.latent_size else {}),  # new in megatron-core 0.16
-        # Megatron-Core has the bias beside sigmoids alone
-        "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function == "sigmoid",
+        **(
+            {"moe_n_hash_layers": moe.n_hash_layers, "actual_vocab_size": model.vocab_size} if moe.n_hash_layers else {}
+        ),
+        # Megatron-Core has the bias beside sigmoids and roots alone
+        "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function != "softmax",
         "moe_router_topk_scaling_factor": factor,
         # 1 is Megatron's default: with a list it asks for keys by layer, even where all layers are alike
         "moe_layer_freq": 1 if all(moe.layer_freq) or model.mamba else [int(each) for each in moe.layer_freq],
@@ -321,7 +335,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     """
     try:
         for name in WITHOUT:
-            if args.get(name):
+            if args.get(name) and (name, args.get("experimental_attention_variant")) != (MHC_NAME, CSA_NAME):
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
         with at(where):
@@ -340,11 +354,20 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = _norm_epsilon(args, where)
-    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
+    csa = read_csa(args, num_layers)
+    latent = args.get("multi_latent_attention") and csa is None
+    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if latent}
     mla = MLA(**sizes) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
-    scaling = _read_rope(args, mla, where)
-    for name, value in (scaling or {}).items():
+    rope: dict[str, Any] = {
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        "rotary_percent": float(args.get("rotary_percent", 1.0)),
+        "rope_scaling": _read_rope(args, mla, where),
+    }
+    if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
+        unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
+        rope = read_csa_rope(args, _read_yarn(unmagnified, "", where))
+    for name, value in (rope["rope_scaling"] or {}).items():
         if name not in ("rope_type", "truncate"):
             real(value, name)
     mamba = read_mamba(args)
@@ -370,7 +393,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         ffn_hidden_size=_need(args, "ffn_hidden_size", where),
         num_attention_heads=heads,
         num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
-        kv_channels=mla.v_head_dim if mla else args.get("kv_channels") or hidden // heads,
+        kv_channels=args["v_head_dim"] if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
         make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default
@@ -379,14 +402,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         position_embedding="rope" if kind in ("yarn", "none") else kind,
-        rotary_base=float(args.get("rotary_base", 10000)),
-        rotary_percent=float(args.get("rotary_percent", 1.0)),
         rotary_interleaved=bool(args.get("rotary_interleaved")),
-        rope_scaling=scaling,
         sliding_window=window,
         window_layers=None if window is None or skipping is None else _all_but_every(skipping, num_layers),
         rope_layers=rope_layers,
-        qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
+        qk_layernorm=bool(args.get("qk_layernorm")) and mla is None and csa is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
@@ -399,10 +419,13 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
         dsa=_read_dsa(args, num_layers),
+        csa=csa,
+        mhc=read_mhc(args),
         moe=_read_moe(args, num_layers, biased, mamba, where),
         mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
+        **rope,
         **_read_activation(args),
     )
 
@@ -487,11 +510,12 @@ def _read_moe(
     }
     if found.get("group_topk"):
         defaults["group_scores"] = found["topk"] // found["group_topk"]
-    _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", None), None, where)
+    _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None, where)
     if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
         raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)
-    sigmoid = found.get("score_function") == "sigmoid"  # to which the other way means nothing
-    found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
+    softmax = found.get("score_function", "softmax") == "softmax"  # to others the other way means nothing
+    found["pre_softmax"] = bool(found.get("pre_softmax")) and softmax
+    found["n_hash_layers"] = args.get("moe_n_hash_layers") or 0
     found["expert_bias"] = bool(found.get("expert_bias"))
     found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
     found["probs_on_input"] = bool(args.get("moe_apply_probs_on_input"))
@@ -503,7 +527,7 @@ def _read_moe(
 def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     """What the arguments say of layers with a gated delta net: `N` gives attention to every N-th layer, a list has 1
     for a delta net. None where there are none."""
-    known = (None, "dsa", *_DELTA_NET_NAMES)
+    known = (None, "dsa", CSA_NAME, *_DELTA_NET_NAMES)
     if _one_of(args, "experimental_attention_variant", known, None, "") not in _DELTA_NET_NAMES:
         return None
     sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}

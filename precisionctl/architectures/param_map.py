@@ -46,6 +46,25 @@ class Condition:
 
 ALWAYS = Condition()
 
+Layers = Literal[
+    "all",
+    "dense",
+    "moe",
+    "attention",
+    "gdn",
+    "mamba",
+    "indexed",
+    "windowed",
+    "global",
+    "sparse",
+    "heavy",
+    "hashed",
+    "scored",
+]
+"""Which layers have a row (`Row.layers`)."""
+
+_COMPRESSED = {"sparse": "C", "heavy": "H"}
+
 _BLOCKS = {"mamba": "M", "attention": "*", "dense": "-", "moe": "E"}
 """Where each layer is one block: the rows of which layers each letter of a pattern has."""
 
@@ -62,10 +81,14 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or all; of these, with
+    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
+    that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses (`hashed`), or scores (`scored`),
+    or all; of these, with
     `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is the weight of a GEMM that
     an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports.
-    `keeps_dtype` says whether values stay as stored whatever dtype the target has. A norm that is 1 more in Hugging
+    `keeps_dtype` says whether values stay as stored whatever dtype the target has, `integers` that they are whole
+    numbers, which do. `only_exported` is the weight of a GEMM that becomes codes in exports, though no FP8 recipe
+    computes it in FP8. A norm that is 1 more in Hugging
     Face than in Megatron would lose bits on its way: with `wide_beside` it becomes FP32, and on the way back, when its
     dtype is another one than that of the parameter of that name beside it, that dtype. `as_stored` is the same row
     under the source's names, where those are not the ones to write.
@@ -78,11 +101,13 @@ class Row:
     parallel: Parallel = REPLICATED
     present: Condition = ALWAYS
     parts: str | None = None
-    layers: Literal["all", "dense", "moe", "attention", "gdn", "mamba", "indexed", "windowed", "global"] = "all"
+    layers: Layers = "all"
     shares_kv: bool | None = None
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
+    integers: bool = False
+    only_exported: bool = False
     wide_beside: str | None = None
     as_stored: Row | None = None
 
@@ -186,6 +211,10 @@ class Row:
             return model.has_indexer(layer)
         if self.layers in ("windowed", "global"):
             return model.in_window(layer) == (self.layers == "windowed")
+        if self.layers in _COMPRESSED:
+            return model.csa is not None and model.csa.pattern[layer] == _COMPRESSED[self.layers]
+        if self.layers in ("hashed", "scored"):
+            return model.has_experts(layer) and model.is_hashed(layer) == (self.layers == "hashed")
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
 
     def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
@@ -202,17 +231,19 @@ class Either:
     Read is the one that is stored. Written is the first; but from Hugging Face to Hugging Face the stored one again,
     unless the second is `only_read`: that is written only where weights become the codes again that they were, or, with
     `for_engines`, in exports for engines that do not load by the model's own class. The second may be what
-    transformers' class has `in_memory`."""
+    transformers' class has `in_memory`. `also` is a third, which is read, and written where it is the stored one."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
+    also: tuple[Row, ...] = ()
     only_read: bool = False
     in_memory: bool = False
     for_engines: bool = False
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
         """Both with parts of their names replaced, as a row's."""
-        return replace(self, first=renamed(self.first, hf, megatron), second=renamed(self.second, hf, megatron))
+        first, second, also = (renamed(each, hf, megatron) for each in (self.first, self.second, self.also))
+        return replace(self, first=first, second=second, also=also)
 
 
 @dataclass(frozen=True)
@@ -262,21 +293,28 @@ class Architecture:
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
-            elif (
+                continue
+            second = row.also if _any_stored(row.also, stored, model) else row.second
+            if (
                 (row.only_read and _any_stored(row.second, wanted, model))
                 or (in_memory and row.in_memory)
                 or (for_engine and row.for_engines)
             ):
-                here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
-                rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
-            elif not _is_stored(row, stored, model):
+                here = {_key(each): each for each in (*row.first, *row.also) if _any_stored((each,), stored, model)}
+                rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
+            elif not _is_stored(row.first, second, stored, model):
                 rows += row.first
             elif respelled or row.only_read:
-                found = {second.megatron: second for second in row.second}
-                rows += (replace(first, as_stored=found[first.megatron]) for first in row.first)
+                found = {_key(each): each for each in second}
+                rows += (replace(first, as_stored=found[_key(first)]) for first in row.first)
             else:
-                rows += row.second
+                rows += second
         return tuple(rows)
+
+
+def _key(row: Row) -> tuple[str, Layers]:
+    """What the same row has in every spelling."""
+    return row.megatron, row.layers
 
 
 def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape) -> bool:
@@ -284,11 +322,13 @@ def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape
     return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
 
 
-def _is_stored(either: Either, stored: Mapping[str, TensorSpec], model: ModelShape) -> bool:
+def _is_stored(
+    first: tuple[Row, ...], second: tuple[Row, ...], stored: Mapping[str, TensorSpec], model: ModelShape
+) -> bool:
     """Whether the second spelling is the stored one."""
-    if {row.hf for row in either.first} != {row.hf for row in either.second}:
-        return _any_stored(either.second, stored, model)
-    places = ((row, next(iter(row.places(model)), None)) for row in either.second)
+    if {row.hf for row in first} != {row.hf for row in second}:
+        return _any_stored(second, stored, model)
+    places = ((row, next(iter(row.places(model)), None)) for row in second)
     shapes = {
         name: shape
         for row, place in places
@@ -313,9 +353,7 @@ def filled(template: str, place: Place) -> str:
     return template
 
 
-def only_in(
-    layers: Literal["attention", "gdn", "mamba", "dense", "moe", "windowed", "global"], rows: Iterable[Row]
-) -> tuple[Row, ...]:
+def only_in(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows, of such layers alone."""
     return tuple(replace(row, layers=layers) for row in rows)
 

@@ -78,7 +78,7 @@ def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
             names[name],
             (),
             gemm=name not in reasons,
-            keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(_leaf(name))),
+            keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(name)),
             stored=spec.shape,
             expert=names[name] != name,
         )
@@ -105,8 +105,12 @@ def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
     }
 
 
-_KEPT = re.compile(r"A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias")
-"""Tensors that keep their dtype: state-space parameters and biases of a choice, which are FP32 for a reason."""
+_KEPT = re.compile(
+    r"(?:.+\.)?(?:A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias|gate\.bias"
+    r"|(?:.+_hc|hc_head)\.\w+|hc_\w+|attn_sink|sinks|ape|position_bias)(?:\[\d+\])?"
+)
+"""Tensors that keep their dtype, which are FP32 for a reason: state-space parameters, biases of a choice, and of
+DeepSeek-V4 hyper-connections, sinks and the positions in a compressed window."""
 
 _NEVER: Mapping[str, re.Pattern[str]] = {
     "a norm": re.compile(r".*norm.*|ln|ln_.+"),

@@ -400,7 +400,10 @@ def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]
 
 def bytes_of(values: Tensor) -> Bytes:
     """The memory of a tensor `[rows, columns]` on a CPU, or of a contiguous copy."""
-    return values.detach().contiguous().view(torch.uint8).numpy()
+    values = values.detach().contiguous()
+    if values.stride(-1) != 1:  # a single column, which counts as contiguous, and which PyTorch has no bytes of
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.uint8).numpy()
 
 
 def _window(data: Bytes, part: Box, of: Box, itemsize: int) -> Bytes:

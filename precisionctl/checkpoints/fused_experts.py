@@ -2,8 +2,9 @@
 `block_sparse_moe.input_linear.weight`.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
-contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with
-two E2M1 codes each, and `..._scales` beside it has one byte for each block of 32 (`quant_methods/mxfp4.py`).
+contiguous. So are the three scales of DeepSeek-V4's hyper-connections, which Megatron has one by one. In MXFP4, as
+gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with two E2M1 codes each, and
+`..._scales` beside it has one byte for each block of 32 (`quant_methods/mxfp4.py`).
 """
 
 import re
@@ -17,7 +18,9 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
-_FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
+_EXPERTS = r"experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight"
+_SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale"
+_FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 MOST_SLICES = 1 << 18
@@ -47,7 +50,7 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
 
 def is_stack(name: str, spec: TensorSpec) -> bool:
     """Whether dimension 0 of a tensor is experts: it is in matrices of theirs, and in scales if each has one."""
-    several = len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
+    several = len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv", "_hc.scale")))
     return several and _FUSED.fullmatch(name) is not None
 
 

@@ -34,6 +34,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
+from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 
@@ -230,6 +231,7 @@ class HuggingFaceWriter:
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
+            config |= expert_dtype(config, self.specs)
         (self.directory / "config.json").write_bytes(to_json(config))
         self._files.write_index()
         if fp8 is not None:

@@ -90,6 +90,14 @@ def for_engine(request: Request, source: Source) -> Result:
             do="Choose another scheme (`export-inference --scheme`), or leave the experts in BF16: "
             "--exclude '*.experts.*'.",
         )
+    coded = {name for job in policy.jobs for name in job.writes}
+    values = (name for name in source.plan.targets if name not in coded)
+    if found := engine.check_blocks(model.architecture, scheme, values):
+        raise PrecisionError(
+            f"{engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
+            where=found[0].where,
+            do="Choose `export-inference --scheme block`, with all linears of that name.",
+        )
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)

@@ -43,6 +43,14 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
+class BlocksAlone:
+    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, by a `rule`."""
+
+    linear: str
+    rule: EngineRule
+
+
+@dataclass(frozen=True)
 class Engine:
     """An inference engine, and its rules.
 
@@ -56,6 +64,8 @@ class Engine:
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
     those that it loads so alone, by the `model_type` of text models;
     `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
+    `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
+    the linears that must be such codes.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -98,6 +108,7 @@ class Engine:
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -166,6 +177,7 @@ class Engine:
                 self.quantisation,
             ),
             *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
+            *self.check_blocks(config.get("model_type"), scheme, (name for name in specs if name not in scales)),
             *self._unlisted_experts(found),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
@@ -205,6 +217,17 @@ class Engine:
         forms = {"as one tensor, in BF16": self.one_by_one.get(method), "one by one": in_one}
         found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
         return [Finding(name, f"experts of a layer {form}", self.quantisation) for name, form in islice(found, 1)]
+
+    def check_blocks(self, model_type: object, scheme: str, values: Iterable[str]) -> list[Finding]:
+        """That a model is in another scheme than the engine has kernels for, or one of these `values` should be codes,
+        as a finding."""
+        alone = self.blocks_alone.get(model_type) if isinstance(model_type, str) else None
+        if alone is None:
+            return []
+        if scheme != "block":
+            return [Finding("config.json", f"{model_type} with {_in_words(scheme)}", alone.rule)]
+        left = [name for name in values if name.endswith(f".{alone.linear}.weight")]
+        return [Finding(name, "values, and no codes", alone.rule) for name in left[:1]]
 
     def kept(
         self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool

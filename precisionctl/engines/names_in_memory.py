@@ -22,8 +22,18 @@ def renamed(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list
     """For each module the names that the tables of its model and the model's body make of it: itself where it is not
     renamed, several where its rows are dealt out, none where it becomes a part of a tensor that is no linear's, as
     experts do."""
-    table = _of_root(config)
-    return {module: _through(table, module) for module in sorted(modules)}
+    table, body = _of_root(config), "model." if _is_around_body(config) else ""
+    return {
+        module: [f"{body}{name}" if name.startswith("layers.") else name for name in _through(table, module)]
+        for module in sorted(modules)
+    }
+
+
+def _is_around_body(config: Mapping[str, Any]) -> bool:
+    """Whether a model's class has a head: then it has its body's layers as `model.layers`, and also finds them in files
+    without that word, as DeepSeek-V4's are published."""
+    classes, body = config.get("architectures"), _of_body(config)
+    return isinstance(classes, list) and bool(classes) and classes[0] not in body
 
 
 def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:

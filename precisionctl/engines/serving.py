@@ -23,6 +23,7 @@ FUSED = (
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""

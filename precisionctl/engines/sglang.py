@@ -1,6 +1,6 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
-from precisionctl.engines.base import Engine
+from precisionctl.engines.base import BlocksAlone, Engine
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
@@ -80,6 +80,15 @@ ENGINE = Engine(
     ),
     fuses=True,
     reads_conv1d=True,
+    blocks_alone={
+        "deepseek_v4": BlocksAlone(
+            "wo_a",
+            EngineRule(
+                "the grouped output projection is multiplied in blocks of FP8, by no other kernel",
+                "SGLang models/deepseek_v4.py _setup_fp8_wo_a_scales",
+            ),
+        ),
+    },
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),

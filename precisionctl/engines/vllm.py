@@ -1,6 +1,6 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
-from precisionctl.engines.base import Engine
+from precisionctl.engines.base import BlocksAlone, Engine
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
@@ -93,6 +93,15 @@ ENGINE = Engine(
     ),
     fuses=True,
     reads_conv1d=True,
+    blocks_alone={
+        "deepseek_v4": BlocksAlone(
+            "wo_a",
+            EngineRule(
+                "the grouped output projection is multiplied in blocks of FP8, by no other kernel",
+                "vLLM models/deepseek_v4/nvidia/ops/o_proj.py deep_gemm_fp8_o_proj",
+            ),
+        ),
+    },
     experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),

@@ -34,7 +34,10 @@ def best_scheme(
     schemes = [
         scheme
         for scheme, method in engine.spells.items()
-        if scheme not in FOUR_BITS and (scheme == "static" or moved) and not engine.check_experts(names, method, scheme)
+        if scheme not in FOUR_BITS
+        and (scheme == "static" or moved)
+        and not engine.check_experts(names, method, scheme)
+        and not engine.check_blocks(plan.model.architecture, scheme, ())
     ]
     for scheme in schemes:
         if encodings and _is_coded(encodings, scheme):

@@ -15,6 +15,8 @@ from precisionctl.untabled_model import UntabledModel
 _VALUES = (DType.bfloat16, DType.float16, DType.float32, *CODES)
 """The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""
 
+_INTEGERS = (DType.int32, DType.int64)
+
 _LINES = 8
 """Most lines to show of missing, and of unexpected, names."""
 
@@ -54,13 +56,13 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
     raise kind("\n".join([f"the checkpoint's tensors are not the model's: {counts}", *lines]), where=where, do=do)
 
 
-def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
-    """Raise PrecisionError for a dtype that no weight has."""
+def check_dtypes(stored: Mapping[str, TensorSpec], *, integers: bool = False) -> None:
+    """Raise PrecisionError for a dtype that no weight has, or no table of `integers`."""
     for name, spec in stored.items():
-        if spec.dtype not in _VALUES and spec.packing is None:
-            raise PrecisionError(
-                f"`{name}` is {spec.dtype}", do="Supported are values in BF16, FP16 and FP32, and codes with scales."
-            )
+        if spec.dtype not in (_INTEGERS if integers else _VALUES) and spec.packing is None:
+            known = "Supported are values in BF16, FP16 and FP32, and codes with scales."
+            do = "It should be a table of integers, in int32 or int64." if integers else known
+            raise PrecisionError(f"`{name}` is {spec.dtype}", do=do)
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:

@@ -19,7 +19,7 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     `.weight`). Weights that engines want in the same form follow each other. `exclude` wins over `include`. Raises
     RecipeError for a pattern that matches nothing.
     """
-    gemms = {name for job in plan.jobs if job.row.gemm for name in job.weights}
+    gemms = {name for job in plan.jobs if job.row.gemm or job.row.only_exported for name in job.weights}
     reasons = why_not_gemms(plan.targets)
     linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
     wanted, unwanted = (_groups(linears, patterns, reasons) for patterns in (include, exclude))
@@ -33,6 +33,8 @@ def _with(chosen: Set[str], job: Job) -> Row:
     """A job's row, in which these weights are those of an FP8 GEMM."""
     left = (template for template, name in zip(job.row.hf, job.writes, strict=False) if name not in chosen)
     gemm = not chosen.isdisjoint(job.writes)
+    if job.row.only_exported:
+        return replace(job.row, only_exported=gemm)
     return replace(job.row, gemm=gemm, values=tuple(left) if gemm else ())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, Packing
+from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
     EXPONENTS,
     SQUARE,
@@ -52,6 +53,17 @@ def read(config: Mapping[str, Any]) -> Quantization:
     blocks = (TENSOR,) if size is None else (block_of(size),)
     found = in_fp8((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
     return replace(found, formats=(*found.formats, _FP4))
+
+
+def expert_dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """The key `expert_dtype` that a config.json of DeepSeek-V4 has beside its `quantization_config`: whether experts
+    are MXFP4 or blocks of FP8. transformers and vLLM believe it, and vLLM takes a missing one for MXFP4.
+
+    vLLM models/deepseek_v4/quant_config.py; transformers 5.23 models/deepseek_v4/configuration_deepseek_v4.py.
+    """
+    if config.get("model_type") != "deepseek_v4" or config["quantization_config"].get("quant_method") != "fp8":
+        return {}
+    return {"expert_dtype": "fp4" if any(spec.packing for spec in specs.values()) else "fp8"}
 
 
 QUANT_METHOD = QuantMethod(

@@ -17,6 +17,7 @@ LIST: Mapping[str, str] = {
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
     "one quantization": "`quantization_config`, where only one side has one, or codes, or the `quant_method` differs",
+    "expert codes": "DeepSeek-V4's key of config.json for what its experts are stored as; the tensors say that",
     "one encoding": "how weights were coded before they became values, where only one side knows",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
     "padding": "rows that pad the vocabulary in Megatron",
@@ -49,6 +50,7 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
         *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "task_specific_params"),
     ),
     "code": ("auto_map", "transformers_weights"),
+    "expert codes": ("expert_dtype",),
 }
 """Keys of config.json by the topic under which they are left out."""
 

@@ -68,7 +68,8 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
     found = _joined(found)
-    renamed = te_names(found, indexed=any(".core_attention.indexer." in name for name in found))
+    parts = (".core_attention.indexer.", ".core_attention.attn_sink")
+    renamed = te_names(found, indexed=any(part in name for name in found for part in parts))
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
@@ -304,7 +305,7 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
     or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
     a linear; nor is it where a gate (Laguna's) reads it, too. Nor are norms of latents in an `indexed` model, whose
-    indexers read them too.
+    indexers read them too, and in DeepSeek-V4.
     """
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)

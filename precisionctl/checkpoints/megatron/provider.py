@@ -80,8 +80,9 @@ SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def describes(model: ModelShape) -> bool:
-    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU."""
-    return model.dsa is None and not model.xielu
+    """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU, nor
+    for DeepSeek-V4's layers."""
+    return model.dsa is None and model.csa is None and not model.xielu
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:

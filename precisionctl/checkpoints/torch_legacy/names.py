@@ -31,7 +31,7 @@ def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Ite
 
 def local_names(state: Mapping[str, Any], where: object, indexed: bool) -> dict[str, Any]:
     """The entries of a stage's state dict under Megatron-Core's names, with the rank's own layer and expert numbers.
-    `indexed` says whether the model has indexers, which need not be in this stage.
+    `indexed` says whether norms of latents are no part of linears, as beside indexers, which need not be in this stage.
 
     Raises DamagedCheckpoint for experts in the form of legacy GroupedMLP, and for an entry that is there under two
     names. `where` names the file in errors.
@@ -106,7 +106,8 @@ def renumbered(name: str, first_layer: int, first_expert: int) -> str:
 
 _ROWS = (
     *("word_embeddings.weight", "per_layer_embedding.weight"),
-    *("output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight"),
+    *("output_layer.weight", "output_layer.bias", "softmax_offset", "attn_sink"),
+    *("eh_proj.weight", ".e_proj.weight", ".h_proj.weight"),
     *("self_attention.dt_bias", "self_attention.A_log"),
     *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
 )

@@ -119,7 +119,7 @@ class LegacyReader(MegatronDirectory):
         However layers are distributed (evenly, with another number on the first or last stage, or by a layout), stage i
         of pipeline rank p is virtual stage i * pipeline + p, and layers are numbered in the order of virtual stages.
         """
-        indexed = self.args.get("experimental_attention_variant") == "dsa"
+        indexed = self.args.get("experimental_attention_variant") in ("dsa", "dsv4_hybrid")
         stages = [(rank, [local_names(chunk, rank.path, indexed) for chunk in rank.chunks]) for rank in self._ranks]
         virtual = {len(chunks) for _, chunks in stages}
         if len(virtual) > 1:

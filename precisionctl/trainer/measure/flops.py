@@ -4,14 +4,15 @@ The convention is that of Megatron-LM's `num_floating_point_operations` (megatro
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
 that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
 itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
-size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token. Routers, norms, rotary embedding
-and softmax do not count, nor what `train.recompute` and the guard's passes compute additionally: these are FLOPs of the
-model, not of the machine.
+size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
+window, the compressed keys that a query may choose, and the indexer. Routers, what joins residual streams, norms,
+rotary embedding and softmax do not count, nor what `train.recompute` and the guard's passes compute additionally: these
+are FLOPs of the model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
 
-from precisionctl.model_parts import MoE
+from precisionctl.model_parts import CSA, MoE
 from precisionctl.model_shape import ModelShape
 
 FORWARD_AND_BACKWARD = 3
@@ -28,6 +29,8 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
             products += sum(each) * delta_rule(model)
+        elif model.csa:
+            products += sum(_compressed_attention(model, model.csa, layer, length) for length in each)
         elif model.mamba and model.has_mixer(layer):
             scans += sum(each) * SCAN * model.mamba.inner_size * model.mamba.state_dim
         elif model.has_attention(layer):
@@ -36,6 +39,20 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
             per_pair = attention.query_size + attention.projection_size
             products += (chunked if model.in_window(layer) else whole) * per_pair // 2
     return FORWARD_AND_BACKWARD * (MULTIPLY_ADD * products + scans)
+
+
+def _compressed_attention(model: ModelShape, csa: CSA, layer: int, length: int) -> int:
+    """Multiply-adds of queries with keys, and of weights with values, in a text (_dsv4_hybrid_self_attention_flops of
+    Megatron-LM's dev branch): each query has a whole window, and half of the compressed keys that it may choose."""
+    keys, scores = length * csa.window_size, 0
+    if model.has_indexer(layer):
+        ratio = compression(model, layer)
+        chosen = min(csa.topk, length // ratio)
+        keys += length * chosen - chosen * chosen * ratio // 2
+        scores = length * length * csa.query_size // ratio
+    elif ratio := compression(model, layer):
+        keys += length * length // ratio // 2
+    return keys * (model.query_size + model.projection_size) + scores
 
 
 def _pairs(length: int, chunk: int | None) -> int:
@@ -71,6 +88,11 @@ def projections(model: ModelShape, layer: int) -> int:
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
     if not model.has_attention(layer):
         return 0
+    if model.csa:
+        queries = model.csa.q_lora_rank * (hidden + model.query_size)
+        given = model.csa.o_lora_rank * model.projection_size + model.csa.grouped_size * hidden
+        keys = hidden * (model.kv_channels + 2 * compressed_rows(model, layer))
+        return queries + keys + given + (indexer(model) if model.has_indexer(layer) else 0)
     shared = model.shares_kv(layer)
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
@@ -81,13 +103,32 @@ def projections(model: ModelShape, layer: int) -> int:
     return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out
 
 
+def compression(model: ModelShape, layer: int) -> int:
+    """How many tokens a compressed key of a layer is made of; 0 where there are none."""
+    return model.csa.RATIOS[model.csa.pattern[layer]] if model.csa else 0
+
+
+def compressed_rows(model: ModelShape, layer: int) -> int:
+    """Rows of each of the two linears that make compressed keys."""
+    rows = {"W": 0, "C": model.overlapping_size, "H": model.kv_channels}
+    return rows[model.csa.pattern[layer]] if model.csa else 0
+
+
+def connections(model: ModelShape) -> int:
+    """The number of weights that join a layer's two blocks to the residual streams."""
+    return 2 * model.mhc.mapping_size * model.streams_size if model.mhc else 0
+
+
 def per_layer_input(model: ModelShape) -> int:
     """The number of weights in a layer's gate of a token's embedding for it, and in the projection back."""
     return 2 * model.hidden_size * (model.per_layer_embed_dim or 0)
 
 
 def indexer(model: ModelShape) -> int:
-    """The number of weights in a layer's indexer, which no token is multiplied with here."""
+    """The number of weights in a layer's indexer: DeepSeek-V3.2's multiplies no token here."""
+    if model.csa:
+        keys = 2 * model.csa.overlapping_size
+        return model.csa.q_lora_rank * model.csa.query_size + model.hidden_size * (keys + model.csa.n_heads)
     if model.dsa is None:
         return 0
     latent = (model.mla.q_lora_rank if model.mla else None) or model.hidden_size

@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from precisionctl.model_parts import GatedDeltaNet, Mamba2
+from precisionctl.model_parts import CSA, GatedDeltaNet, HyperConnections, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import beside_experts, indexer, mlp, mlp_used, per_layer_input, projections
+from precisionctl.trainer.measure.flops import (
+    beside_experts,
+    compressed_rows,
+    compression,
+    connections,
+    indexer,
+    mlp,
+    mlp_used,
+    per_layer_input,
+    projections,
+)
 from precisionctl.trainer.model.attention import SINK_CHANNELS
 from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.model.mlp import is_swiglu
@@ -59,10 +69,10 @@ class Parameters:
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
 
         def dense(layer: int) -> int:
-            attention = projections(model, layer) + (indexer(model) if model.has_indexer(layer) else 0)
+            attention = projections(model, layer) + (indexer(model) if model.dsa and model.has_indexer(layer) else 0)
             if model.unused_kv and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
-            attention += per_layer_input(model)
+            attention += per_layer_input(model) + connections(model) + _tables(model, layer)
             if moe is None or not model.has_experts(layer):
                 return attention + mlp_used(model, layer)
             return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
@@ -75,10 +85,10 @@ class Parameters:
         ahead = 0
         if model.mtp_num_layers:
             alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
-            joining = model.doubled_hidden_size * model.hidden_size
+            joining = model.doubled_hidden_size * model.hidden_size + _head(model)
             ahead = model.mtp_num_layers * (alike.dense[-1] + alike.experts[-1] + joining)
         per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
-        outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead
+        outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead + _head(model)
         return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
 
     @property
@@ -89,6 +99,20 @@ class Parameters:
         """The parameters of each layer that a rank has while the layer computes."""
         each = zip(self.dense, self.experts, strict=True)
         return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
+
+
+def _tables(model: ModelShape, layer: int) -> int:
+    """Numbers that are no linear's: the experts of each token, and what is added to the tokens of a window."""
+    hashed = model.vocab_size * model.moe.topk if model.moe and model.is_hashed(layer) else 0
+    rows = compressed_rows(model, layer)
+    if model.csa and model.has_indexer(layer):
+        rows += model.csa.overlapping_size
+    return hashed + compression(model, layer) * rows
+
+
+def _head(model: ModelShape) -> int:
+    """Weights by which one of the residual streams is made."""
+    return model.mhc.num_residual_streams * model.streams_size if model.mhc else 0
 
 
 def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
@@ -164,15 +188,16 @@ def pass_bytes(
     activated = max(model.fc1_size, model.kv_shared_fc1_size)
     others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
+    others.append(model.streams_size)
     if model.moe:
         activated = max(activated, model.moe.topk * model.expert_fc1_size)
         others.append(model.moe.topk * model.expert_hidden_size)
     working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
     working += 8 * max(_tensors(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
-    last = (kept.norm + 2) * model.hidden_size * tokens
+    last = ((kept.norm + 2) * model.hidden_size + (_read_streams(model) if model.mhc else 0)) * tokens
     if recipe.train.recompute == "layer":
-        inputs = 2 * model.hidden_size * tokens * model.num_layers
+        inputs = 2 * model.streams_size * tokens * model.num_layers
         beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
         read = {model.kv_layer(each) for each in range(model.num_layers) if model.shares_kv(each)}
         beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
@@ -223,6 +248,10 @@ def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     read = kept.input * model.hidden_size
+    if model.mhc:
+        made += 2 * _streams(model, model.mhc)
+    if model.csa:
+        return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
         made += read + _mixer(model.mamba, kept) / kept.tensor
     elif model.gdn and model.has_delta_net(layer):
@@ -294,6 +323,31 @@ def _mixer(mamba: Mamba2, kept: _Kept) -> float:
         + 2 * 4 * mamba.inner_size * mamba.state_dim // CHUNK
     )
     return made + space + (kept.norm + 4 + 4 + 4 + kept.input) * mamba.inner_size
+
+
+def _read_streams(model: ModelShape) -> float:
+    """Bytes that reading the residual streams saves for each token: they, in FP32 too, normalised."""
+    return (2 + 4 + 4) * model.streams_size
+
+
+def _streams(model: ModelShape, mhc: HyperConnections) -> float:
+    """Bytes that joining a block to the residual streams saves for each token: what it reads and gives, and the matrix
+    after each half of an iteration, with its sums."""
+    number = mhc.num_residual_streams
+    halves = 2 * mhc.mhc_sinkhorn_iterations * 4 * number * (number + 1)
+    return _read_streams(model) + 2 * model.hidden_size + halves
+
+
+def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: _Kept, length: int) -> float:
+    """Bytes that attention to a window and to compressed keys saves for each token."""
+    heads, out, rows = model.num_attention_heads, model.projection_size, compressed_rows(model, layer)
+    ratio = compression(model, layer)
+    keys = length + (length // ratio if ratio else 0)
+    latents = (kept.norm + kept.input) * csa.q_lora_rank + kept.norm * model.kv_channels
+    # Queries as they are, in FP32, and turned; for each pair FP32 and BF16 weights; keys for each head, twice
+    core = (2 + 4 + 2) * out + heads * keys * (4 + 2) + 2 * 2 * out * keys / length
+    made = (2 + 2 + 4 + 2) * rows if keys > length else 0
+    return latents + core + made + 2 * out + kept.input * csa.grouped_size
 
 
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:

@@ -34,7 +34,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "moe", "gdn", "mamba", "attention_output_gate"), ANY
+        ("rope_scaling", "mla", "dsa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
@@ -48,7 +48,11 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
-    "moe.score_function": ("softmax", "sigmoid"),
+    "moe.n_hash_layers": ANY,
+    "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    **dict.fromkeys(("csa.pattern", "csa.window_size", "csa.q_lora_rank", "csa.o_groups", "csa.o_lora_rank"), ANY),
+    **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
+    **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
@@ -96,6 +100,24 @@ BESIDE_MIXERS: Mapping[str, object] = {
 """What a model whose layers are one block each, some of them Mamba-2 mixers, computes of these; others heed them."""
 
 
+BESIDE_CSA: Mapping[str, object] = {
+    **BESIDE_EXPERTS,
+    **dict.fromkeys(("mla", "dsa", "gdn", "mamba", "global_attention", "rope_layers", "sliding_window"), None),
+    **dict.fromkeys(
+        ("attention_chunk_size", "query_pre_attn_scalar", "query_scaling_beta", "per_layer_embed_dim"), None
+    ),
+    **dict.fromkeys(("attn_logit_softcapping",), None),
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
+    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual", "post_layernorms"), False),
+    **dict.fromkeys(("layer_scalar", "add_bias_linear", "add_qkv_bias"), False),
+    "position_embedding": "rope",
+    "residual_multiplier": 1.0,
+    "num_query_groups": 1,
+    "num_kv_shared_layers": 0,
+}
+"""What layers with compressed keys compute of these; other attention heeds them."""
+
+
 def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
     unknown = [f"{name}={shown(value)}" for name, value in _not_computed(model)]
@@ -114,10 +136,14 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_EXPERTS if model.moe else {}),
         **(BESIDE_DELTA_NETS if model.gdn else {}),
         **(BESIDE_MIXERS if model.mamba else {}),
+        **(BESIDE_CSA if model.csa else {}),
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
         "dsa": model.dsa and not model.query_latent,
+        "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
+        "mhc": model.mhc and not model.csa,
+        "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
         "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.latent_experts),
         "moe.sparsemixer_eps": model.moe
         and model.moe.sparsemixer_eps
@@ -140,6 +166,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "gdn", "mamba", "global_attention"):
+    for group in ("moe", "mla", "dsa", "csa", "mhc", "gdn", "mamba", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -27,6 +27,8 @@ from precisionctl.trainer.model.attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
 from precisionctl.trainer.model.hybrid_layer import HybridLayer
+from precisionctl.trainer.model.hyper_connections import add_head, contracted
+from precisionctl.trainer.model.hyper_layer import HyperLayer, HyperMTPLayer
 from precisionctl.trainer.model.layer import Layer
 from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of, query_scale
 from precisionctl.trainer.model.residual_layer import ResidualLayer
@@ -122,6 +124,8 @@ class GPT(nn.Module):
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
             positions = self._positions(position, lengths, packed, (len(tokens), length))
+            if self.model.moe and self.model.moe.n_hash_layers:
+                positions = {kind: each._replace(tokens=tokens.flatten()) for kind, each in positions.items()}
             decoded: Tensor = self.decoder(hidden, positions, self.embedding.per_layer(tokens, hidden))
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
 
@@ -199,16 +203,22 @@ class GPT(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All layers, and the norm after the last, which has another name where each layer is one block."""
+    """All layers, and the norm after the last, which has another name where each layer is one block. Between residual
+    streams, each begins as the embedding, and one is made of them before the norm."""
 
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
+        self.model, self.mhc = model, model.mhc
+        if self.mhc:
+            add_head(self, model, self.mhc, backend)
         self.kv_layers = [model.kv_layer(layer) for layer in range(model.num_layers)]
 
         def made(number: int) -> ResidualLayer:
             name = f"decoder.layers.{number}"
             if model.mamba:
                 return HybridLayer(name, model, model.mamba, number, backend, recompute)
+            if model.mhc:
+                return HyperLayer(name, model, model.mhc, number, backend, recompute)
             return Layer(name, model, number, backend, recompute)
 
         self.layers = nn.ModuleList(
@@ -226,6 +236,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         shape, replay = self.captured or (None, None)
         here = next(iter(positions.values()))
+        if self.mhc:
+            hidden = hidden.repeat(1, self.mhc.num_residual_streams)
         replays = replay and here.packed is None and here.shape == shape
         if replay and replays and torch.is_grad_enabled() and not self.backend.recorder:
             hidden = replay(hidden)
@@ -234,6 +246,9 @@ class Decoder(nn.Module):
             for number, (layer, source) in enumerate(zip(self.layers, self.kv_layers, strict=True)):
                 own = per_layer[number] if per_layer else None
                 hidden, kept[number] = layer(hidden, positions, own, kept.get(source))
+        if self.mhc:
+            streams = torch.unflatten(hidden, -1, (self.mhc.num_residual_streams, -1))
+            hidden = contracted(streams, self, self.model, self.mhc)
         last = self.final_layernorm or self.final_norm
         assert last is not None, "one of the two is there"
         out: Tensor = last(hidden)
@@ -246,7 +261,8 @@ class MTP(nn.Module):
 
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MTPLayer(model, backend) for _ in range(model.mtp_num_layers))
+        kind = HyperMTPLayer if model.mhc else MTPLayer
+        self.layers = nn.ModuleList(kind(model, backend) for _ in range(model.mtp_num_layers))
         self.requires_grad_(False)
 
 

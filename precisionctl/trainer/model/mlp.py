@@ -90,10 +90,10 @@ class MoELayer(nn.Module):
     `router_losses.py` says what keeps the loads even.
     """
 
-    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, hashed: bool = False) -> None:
         super().__init__()
         self.ranks, self.average = backend.world.tensor, moe.shared_average
-        self.router = Router(model, moe, backend)
+        self.router = Router(model, moe, backend, hashed)
         self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
         self.shared_experts = (
             SharedExperts(f"{name}.shared_experts", model, moe, backend) if model.shared_experts else None
@@ -107,10 +107,11 @@ class MoELayer(nn.Module):
             self.fc1_latent_proj = backend.linear(f"{name}.fc1_latent_proj", hidden, latent, False)
             self.fc2_latent_proj = backend.linear(f"{name}.fc2_latent_proj", latent, hidden, False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[T, E]`, normalised but for norms of its own, to the same."""
+    def forward(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """`[T, E]`, normalised but for norms of its own, to the same. `ids`, int64 `[T]`, are the tokens, for a router
+        whose table chooses by them."""
         tokens = self.ranks.enter(hidden)
-        weights, chosen = self.router(tokens)
+        weights, chosen = self.router(tokens, ids)
         if self.fc1_latent_proj is None:
             routed = self.experts(self.pre_moe_layernorm(tokens), weights, chosen)
             out: Tensor = self.post_moe_layernorm(self.ranks.leave(routed))
@@ -173,9 +174,10 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their weights; in FP32, whatever the model's dtype."""
+    """Chooses each token's experts and their weights; in FP32, whatever the model's dtype. If it is `hashed`, a table
+    says which experts each token of the vocabulary has."""
 
-    def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
+    def __init__(self, model: ModelShape, moe: MoE, backend: Backend, hashed: bool = False) -> None:
         super().__init__()
         self.moe, self.backend = moe, backend
         weight = torch.empty(moe.num_experts, model.hidden_size, dtype=backend.dtype, device=backend.device)
@@ -188,9 +190,12 @@ class Router(nn.Module):
             for size in (model.hidden_size, moe.num_experts)
         )
         # FP32 in Megatron too, and no gradient's to change: `RouterLosses.update_biases`
-        self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
+        biased = moe.expert_bias and not hashed
+        self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if biased else None
+        table = torch.zeros(model.vocab_size, moe.topk, dtype=torch.int64, device=backend.device)
+        self.tid2eid = nn.Parameter(table, requires_grad=False) if hashed else None
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens `[T, E]` to the weights of their experts, FP32 `[T, K]`, and the experts' numbers, int64 `[T, K]`."""
         bias, read = None if self.bias is None else self.bias.float(), tokens.float()
         if self.scale is not None:
@@ -200,23 +205,29 @@ class Router(nn.Module):
         if self.moe.sparsemixer_eps is not None:
             weights, chosen = _sparsely_mixed(logits, self.moe.topk, self.moe.sparsemixer_eps)
         else:
-            weights, chosen = self._of_scores(logits)
-        if self.backend.router_losses:
+            weights, chosen = self._of_scores(logits, ids)
+        if self.backend.router_losses and self.tid2eid is None:
             self.backend.router_losses.see(logits, chosen, self.expert_bias)
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.float()[chosen]
         return weights * self.moe.topk_scaling_factor, chosen
 
-    def _of_scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest scores, as weights, and whose they are."""
+    def _of_scores(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The largest scores, or those of the experts that a token's id says, as weights; and whose they are."""
         if self.moe.score_function == "sigmoid":
             scores = logits.sigmoid()
+        elif self.moe.score_function == "sqrtsoftplus":
+            scores = F.softplus(logits).sqrt()
         else:
             scores = logits.softmax(-1) if self.moe.pre_softmax or self.moe.expert_bias else logits
         wanted = scores if self.expert_bias is None else scores + self.expert_bias
-        chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
+        if self.tid2eid is None:
+            chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
+        else:
+            assert ids is not None, "the layer gives them"
+            chosen = self.tid2eid[ids]
         weights = scores.gather(1, chosen)
-        if self.moe.score_function == "sigmoid" and not self.moe.probs_on_input and not self.moe.pre_softmax:
+        if self.moe.score_function != "softmax" and not self.moe.probs_on_input and not self.moe.pre_softmax:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         elif self.moe.score_function == "softmax" and not self.moe.pre_softmax:
             # the softmax over the chosen logits: chosen scores over their sum

@@ -72,6 +72,8 @@ class Positions(NamedTuple):
     """B and S."""
     query_scale: Tensor | None = None
     """FP32 `[S]` or `[B, S]`: what queries are multiplied by. None for 1."""
+    tokens: Tensor | None = None
+    """int64 `[B * S]`, for routers whose table chooses by them; None where there are none."""
 
 
 def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:

@@ -4,6 +4,7 @@ Letters: L layers with experts, B rows, S tokens of a row, E experts, K experts 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_parts import MoE
@@ -54,8 +55,10 @@ class RouterLosses:
             self._loads[expert_bias] = self._loads.get(expert_bias, 0) + self._count(chosen).sum(0)
         if not self.names:
             return
-        scores = logits.softmax(-1) if self._moe.score_function == "softmax" else logits.sigmoid()
-        if self._moe.score_function == "sigmoid":
+        scores = logits.softmax(-1)
+        if self._moe.score_function != "softmax":
+            of_roots = self._moe.score_function == "sqrtsoftplus"
+            scores = F.softplus(logits).sqrt() if of_roots else logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         by_score = scores.topk(self._moe.topk).indices if self._moe.expert_bias or self._moe.num_groups else chosen
         of_experts = torch.einsum("bse,bs->be", scores.view(*self._real.shape, -1), self._real)

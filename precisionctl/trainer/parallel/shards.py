@@ -144,6 +144,9 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
     moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
+    if model.csa and sizes.tensor > 1:
+        what = "attention with compressed keys has one key for all heads, and is not shared by tensor-parallel ranks"
+        raise RecipeError(what, do="Leave parallel.tensor out.")
     shared = [
         *(("attention heads", each.num_attention_heads) for each in model.attentions),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),

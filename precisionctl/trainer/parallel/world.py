@@ -82,13 +82,14 @@ class World:
         """Shard a module's parameters by FSDP2, if this World does, and return the module. Its parameters become FP32;
         it computes in `dtype`.
 
-        Submodules that are already sharded are left alone, and so are frozen FP32 parameters (a router's bias), which
-        are small and computed with in FP32.
+        Submodules that are already sharded are left alone, and so are frozen parameters in FP32 or of integers (a
+        router's bias, its table), which are small and computed with as they are.
         """
         return self._fully_shard(module, dtype, self._mesh) if self.shards_parameters and self._mesh else module
 
     def _fully_shard(self, module: Module, dtype: torch.dtype, mesh: DeviceMesh) -> Module:
-        kept = {each for each in module.parameters() if not each.requires_grad and each.dtype == torch.float32}
+        as_they_are = (torch.float32, torch.int64)
+        kept = {each for each in module.parameters() if not each.requires_grad and each.dtype in as_they_are}
         module.float()
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         sharded = fully_shard(

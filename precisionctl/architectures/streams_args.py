@@ -1,0 +1,77 @@
+"""Arguments of Megatron-Core's dev branch that describe DeepSeek-V4's attention and residual streams, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import CSA, HyperConnections
+from precisionctl.model_shape import ModelShape
+
+CSA_NAME = "dsv4_hybrid"
+"""Of `experimental_attention_variant`."""
+MHC_NAME = "enable_hyper_connections"
+_CSA = {  # argument, field of CSA
+    "csa_window_size": "window_size",
+    "q_lora_rank": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora_rank",
+    "dsa_indexer_n_heads": "n_heads",
+    "dsa_indexer_head_dim": "head_dim",
+    "dsa_indexer_topk": "topk",
+}
+_MHC = ("num_residual_streams", "mhc_sinkhorn_iterations")
+
+
+def csa_args(model: ModelShape, yarn: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of attention with compressed keys, which are made of latent attention's; `yarn` are those of its rotary
+    scaling."""
+    if model.csa is None:
+        return {}
+    local = model.rotary_base_local or model.rotary_base
+    return {
+        "experimental_attention_variant": CSA_NAME,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        **{argument: getattr(model.csa, field) for argument, field in _CSA.items()},
+        "csa_compress_ratios": [*(CSA.RATIOS[kind] for kind in model.csa.pattern), *[0] * model.mtp_num_layers],
+        "csa_compress_rotary_base": model.rotary_base,
+        "v_head_dim": model.kv_channels,
+        "qk_pos_emb_head_dim": model.rotary_size,
+        "rotary_base": int(local) if local.is_integer() else local,
+        "rotary_percent": 1.0,  # of the channels that have positions
+        "rope_type": "yarn",
+        **yarn,
+    }
+
+
+def read_csa(args: Mapping[str, Any], num_layers: int) -> CSA | None:
+    """The inverse, of what is in CSA; None where there is none."""
+    if args.get("experimental_attention_variant") != CSA_NAME:
+        return None
+    if args.get("rotary_percent", 1.0) != 1:
+        raise UnknownArchitecture(f"no family known here has rotary_percent={args['rotary_percent']} beside {CSA_NAME}")
+    ratios, kinds = args["csa_compress_ratios"], {ratio: kind for kind, ratio in CSA.RATIOS.items()}
+    if not isinstance(ratios, list | tuple) or len(ratios) < num_layers:
+        raise DamagedCheckpoint(f"csa_compress_ratios is {shown(ratios)}, without an entry for each layer")
+    pattern = "".join(kinds[ratio] for ratio in ratios[:num_layers])
+    return CSA(pattern, **{field: args[argument] for argument, field in _CSA.items()})
+
+
+def read_csa_rope(args: Mapping[str, Any], yarn: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse, of the fields of ModelShape that say rotary embeddings."""
+    return {
+        "rotary_base": float(args["csa_compress_rotary_base"]),
+        "rotary_base_local": float(args["rotary_base"]),
+        "rotary_percent": args["qk_pos_emb_head_dim"] / args["v_head_dim"],
+        "rope_scaling": None if yarn["factor"] == 1 else {**yarn, "attention_factor": 1.0},
+    }
+
+
+def mhc_args(model: ModelShape) -> dict[str, Any]:
+    """Arguments of several residual streams."""
+    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if model.mhc else {}
+
+
+def read_mhc(args: Mapping[str, Any]) -> HyperConnections | None:
+    """The inverse."""
+    return HyperConnections(*(args[name] for name in _MHC)) if args.get(MHC_NAME) else None

@@ -1,0 +1,64 @@
+"""A layer between several residual streams, as Megatron-Core's HyperConnectionTransformerLayer."""
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.model_parts import HyperConnections
+from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.model.attention import KeysValues
+from precisionctl.trainer.model.compressed_attention import CompressedAttention
+from precisionctl.trainer.model.embedding import plain_linear
+from precisionctl.trainer.model.hyper_connections import HyperConnection, add_head, added
+from precisionctl.trainer.model.mlp import MoELayer
+from precisionctl.trainer.model.positions import Positions
+from precisionctl.trainer.model.residual_layer import ResidualLayer
+
+
+class HyperLayer(ResidualLayer):
+    """Attention with compressed keys, and experts, each between the streams. Hidden states are `[T, N * E]`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelShape,
+        mhc: HyperConnections,
+        number: int,
+        backend: Backend,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(model, number, backend, recompute)
+        csa, moe = model.csa, model.moe
+        assert csa and moe, "computes.py refuses others"
+        self.streams = mhc.num_residual_streams
+        self.self_attention_hyper_connection = HyperConnection(model, mhc, backend)
+        self.input_layernorm = backend.norm(model.hidden_size, norm_of(model))
+        self.self_attention = CompressedAttention(f"{name}.self_attention", model, csa, number, backend)
+        self.mlp_hyper_connection = HyperConnection(model, mhc, backend)
+        self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm_of(model))
+        self.mlp = MoELayer(f"{name}.mlp", model, moe, backend, hashed=model.is_hashed(number))
+
+    def through(
+        self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
+    ) -> tuple[Tensor, KeysValues | None]:
+        streams = torch.unflatten(hidden, -1, (self.streams, -1))
+        read, add, mix = self.self_attention_hyper_connection(streams)
+        streams = added(streams, self.self_attention(self.input_layernorm(read), positions), add, mix)
+        read, add, mix = self.mlp_hyper_connection(streams)
+        streams = added(streams, self.mlp(self.pre_mlp_layernorm(read), positions.tokens), add, mix)
+        return streams.flatten(1), None
+
+
+class HyperMTPLayer(nn.Module):
+    """The parameters of a layer of multi-token prediction between streams, which are carried along and not trained."""
+
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        norm, size, mhc = norm_of(model), model.hidden_size, model.mhc
+        assert mhc, "others have one of `MTPLayer`"
+        self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
+        self.e_proj, self.h_proj = plain_linear(size, size, backend), plain_linear(size, size, backend)
+        last = model.num_layers - 1
+        self.mtp_model_layer = HyperLayer("mtp.mtp_model_layer", model.of_prediction, mhc, last, backend)
+        self.final_layernorm = backend.norm(size, norm)
+        add_head(self, model, mhc, backend)

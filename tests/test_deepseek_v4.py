@@ -1,0 +1,94 @@
+"""DeepSeek-V4 as it is published, with experts in MXFP4 beside blocks of FP8, and what transformers and engines make of
+our conversions: by its table, and without one where keys stand for other numbers of tokens than the table knows."""
+
+import json
+from pathlib import Path
+
+import deepseek_v4
+import pytest
+import torch
+from any_models import export, load_whole, logits, same, stored
+from conversions import run
+from transformers import DeepseekV4ForCausalLM
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
+from precisionctl.engines.rule import Finding
+from precisionctl.errors import PrecisionError
+from precisionctl.verify.engine_rules import check
+
+RATES = pytest.mark.parametrize("rate", [128, 8], ids=["a table", "no table"])
+
+
+def rates(heavy: int) -> dict[str, int]:
+    return {"compressed_sparse_attention": 4, "heavily_compressed_attention": heavy}
+
+
+def computed(directory: Path) -> torch.Tensor:
+    return logits(load_whole(DeepseekV4ForCausalLM, directory))
+
+
+def config_of(directory: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((directory / "config.json").read_text())
+    return found
+
+
+def fatal(directory: Path, target: str) -> list[Finding]:
+    return [found for found in check(open_checkpoint(directory), engine_named(target)) if found.rule.fatal]
+
+
+@RATES
+def test_what_is_published_becomes_its_values_and_the_same_bytes_again(tmp_path: Path, rate: int) -> None:
+    """With hyper-connections, sinks, positions in a window and biases of the choice in FP32, and the table of integers
+    by which tokens choose experts."""
+    worth = deepseek_v4.publish(tmp_path / "source", compress_rates=rates(rate))
+    run(tmp_path / "source", tmp_path / "bf16", "hf", "bf16", workers=1)
+    decoded = stored(tmp_path / "bf16")
+    assert decoded.keys() == worth.keys()
+    for name, values in worth.items():
+        assert decoded[name].dtype == values.dtype and torch.equal(decoded[name], values), name
+    assert torch.equal(computed(tmp_path / "bf16"), computed(tmp_path / "source"))
+    run(tmp_path / "bf16", tmp_path / "back", "hf", "fp8", workers=1)
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert config_of(tmp_path / "back") == config_of(tmp_path / "source")
+    assert same(tmp_path / "source", tmp_path / "back") and same(tmp_path / "source", tmp_path / "bf16")
+
+
+@RATES
+@pytest.mark.parametrize("scheme", ["block", "dynamic"])
+def test_transformers_computes_with_an_export_of_it_what_it_does_with_our_decoding_of_that(
+    tmp_path: Path, scheme: str, rate: int
+) -> None:
+    deepseek_v4.publish(tmp_path / "source", compress_rates=rates(rate))
+    export(tmp_path / "source", tmp_path / "fp8", scheme, "transformers")
+    assert not fatal(tmp_path / "fp8", "transformers")
+    coded = load_whole(DeepseekV4ForCausalLM, tmp_path / "fp8")
+    if scheme == "dynamic":  # inputs are rounded too
+        return
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "bf16", workers=1)
+    assert torch.equal(logits(coded), computed(tmp_path / "values"))
+
+
+@RATES
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: Path, target: str, rate: int) -> None:
+    """Whatever the source's config.json says of them: MXFP4, or nothing at all."""
+    deepseek_v4.publish(tmp_path / "source", compress_rates=rates(rate))
+    (tmp_path / "saved").mkdir()
+    model = deepseek_v4.make(compress_rates=rates(rate)).bfloat16()
+    model.save_pretrained(tmp_path / "saved")
+    for source in ("source", "saved"):
+        out = tmp_path / f"{source}-fp8"
+        export(tmp_path / source, out, "block", target)
+        assert config_of(out)["expert_dtype"] == "fp8"
+        assert not fatal(out, target)
+        with pytest.raises(PrecisionError, match="multiplied in blocks of FP8.*--scheme block"):
+            export(tmp_path / source, tmp_path / "other", "dynamic", target)
+        with pytest.raises(PrecisionError, match="values, and no codes.*wo_a"):
+            export(tmp_path / source, tmp_path / "other", "block", target, exclude=("*.wo_a",))
+    export(tmp_path / "source", tmp_path / "for transformers", "dynamic", "transformers")
+    assert any("deepseek_v4 with dynamic" in found.what for found in fatal(tmp_path / "for transformers", target))

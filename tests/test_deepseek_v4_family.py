@@ -1,0 +1,241 @@
+"""DeepSeek-V4's table: published files to Megatron and back, the names that transformers has, and what GPT computes of
+it, by transformers' class."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepseek_v4
+import pytest
+import torch
+from any_models import export, load_whole, same, stored
+from conversions import run
+from gpt_models import as_gpt, converted
+from in_memory import to_megatron
+from torch import Tensor
+from transformers import DeepseekV4ForCausalLM
+
+from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
+from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
+from precisionctl.architectures.param_map import names
+from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe.sections import ParallelSettings
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.parallel.shards import check
+from precisionctl.untabled_model import UntabledModel
+
+SIZES: dict[str, Any] = {
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "max_position_embeddings": 512,
+}
+"""Of a model that the table knows. Its second layer's indexer chooses 2 keys of 4 tokens."""
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = deepseek_v4.make(**SIZES).config.to_dict() | changes
+    return found
+
+
+def shape() -> ModelShape:
+    return from_hf_config(config())
+
+
+def assert_same_bytes(one: Path, other: Path) -> None:
+    left, right = stored(one), stored(other)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert right[name].dtype == tensor.dtype, name
+        assert torch.equal(right[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_published_files_go_to_megatron_and_come_back_as_they_were(tmp_path: Path) -> None:
+    """With their codes in MXFP4 and FP8 blocks, prediction layer and table of experts."""
+    worth = deepseek_v4.publish(tmp_path / "source", **SIZES)
+    run(tmp_path / "source", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "values", "hf")
+    decoded = stored(tmp_path / "values")
+    assert decoded.keys() == worth.keys()
+    for name, values in worth.items():
+        assert decoded[name].dtype == values.dtype and torch.equal(decoded[name], values), name
+    run(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")
+    assert_same_bytes(tmp_path / "source", tmp_path / "back")
+    assert same(tmp_path / "source", tmp_path / "megatron")
+
+
+def test_a_table_of_int32_stays_one(tmp_path: Path) -> None:
+    model = deepseek_v4.make(**SIZES)
+    for layer in model.model.layers[:1]:
+        layer.mlp.gate.tid2eid = layer.mlp.gate.tid2eid.int()
+    model.save_pretrained(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    table = stored(tmp_path / "back")["layers.0.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int32 and torch.equal(table, model.model.layers[0].mlp.gate.tid2eid)
+    assert (
+        as_gpt(to_megatron(open_checkpoint(tmp_path / "saved")))(torch.zeros(1, 3, dtype=torch.long)).isfinite().all()
+    )
+
+
+def test_what_transformers_saves_is_read_and_written_under_published_names(tmp_path: Path) -> None:
+    """Which transformers loads too, and vLLM and SGLang alone, from BF16 and from an export."""
+    model = deepseek_v4.make(**SIZES)
+    model.save_pretrained(tmp_path / "saved")
+    assert "model.layers.1.attn.norm.weight" in stored(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    export(tmp_path / "saved", tmp_path / "blocks", "block", "vllm")
+    found = stored(tmp_path / "back")
+    assert found.keys() == deepseek_v4.native(model).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in deepseek_v4.native(model).items())
+    assert {name.removesuffix("_scale_inv") for name in stored(tmp_path / "blocks")} == found.keys()
+    assert same(tmp_path / "saved", tmp_path / "back")
+    theirs = load_whole(DeepseekV4ForCausalLM, tmp_path / "back")
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in theirs.state_dict().items())
+
+
+def both(directory: Path) -> tuple[DeepseekV4ForCausalLM, GPT]:
+    model = deepseek_v4.make(**SIZES)
+    model.set_attn_implementation("eager")
+    return model, as_gpt(converted(model, directory))
+
+
+@pytest.mark.parametrize("length", [3, 127, 128, 131, 300])
+def test_logits_are_transformers(length: int, tmp_path: Path) -> None:
+    """Of texts with no whole window of 4 or 128 tokens, and with some."""
+    theirs, ours = both(tmp_path)
+    tokens = torch.randint(160, (2, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens, use_cache=False).logits, ours(tokens)[..., :160]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+def test_gradients_are_transformers(tmp_path: Path) -> None:
+    """Of every parameter but the indexer's, which has none in either."""
+    theirs, ours = both(tmp_path)
+    tokens = torch.randint(160, (2, 300), generator=torch.Generator().manual_seed(1))
+    for logits in (theirs(tokens, use_cache=False).logits, ours(tokens)[..., :160]):
+        logits.logsumexp(-1).sum().backward()
+    expected, found = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    compared = set()
+    for row in ARCHITECTURE.spelled({}, ours.model, in_memory=True):
+        for place in row.places(ours.model):
+            (name,) = names(row, "megatron", place)
+            parameter = found[name]
+            if not parameter.requires_grad:
+                assert name.endswith(("tid2eid", "expert_bias")) or ".indexer." in name, name
+                continue
+            parts = [_gradient(expected, each) for each in names(row, "hf", place)]
+            merged = row.merge(parts, ours.model)
+            assert parameter.grad is not None, name
+            # Of the three factors of a hyper-connection it is a sum of which most cancels. Streams are copies of each
+            # other in layer 0, and to mix them has none but rounding's.
+            atol = 1e-5 * max(float(merged.abs().max()), 1e-1 if ".alpha_" in name else 0)
+            gradient = parameter.grad[: len(merged)]
+            torch.testing.assert_close(
+                gradient, merged, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}"
+            )
+            compared.add(name)
+    assert compared == {name for name, parameter in found.items() if parameter.requires_grad}
+
+
+def _gradient(parameters: dict[str, torch.nn.Parameter], name: str) -> Tensor:
+    base, number = stored_name(name)
+    gradient = parameters[base].grad
+    assert gradient is not None, name
+    return gradient if number is None else gradient[number]
+
+
+def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
+    _, model = both(tmp_path)
+    lengths = (5, 130, 9)
+    tokens = torch.randint(160, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
+        alone = torch.cat([model(text).flatten(0, 1) for text in torch.split(tokens, lengths, dim=1)])
+    torch.testing.assert_close(shared, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"n_shared_experts": 2}, "n_shared_experts"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64}}, "compress_rates"),
+        ({"layer_types": ["full_attention"] * 4}, "full_attention"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe after moe"),
+    ],
+    ids=str,
+)
+def test_what_the_table_does_not_know_is_refused_by_its_key(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnknownArchitecture, match=said):
+        from_hf_config(config(**changes))
+
+
+def test_other_rates_convert_without_a_table_and_not_to_megatron(tmp_path: Path) -> None:
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+    deepseek_v4.publish(tmp_path / "source", compress_rates=rates)
+    assert isinstance(open_checkpoint(tmp_path / "source").model, UntabledModel)
+    with pytest.raises(UnknownArchitecture, match="compress_rates"):
+        run(tmp_path / "source", tmp_path / "megatron", "megatron")
+
+
+def test_released_keys_say_the_same_model(tmp_path: Path) -> None:
+    """`compress_ratios` with an entry for the prediction layer, `num_hash_layers` and `qk_rope_head_dim`, and none of
+    transformers' own."""
+    deepseek_v4.publish(tmp_path / "source", **SIZES)
+    told = json.loads((tmp_path / "source" / "config.json").read_text())
+    expected = from_hf_config(told)
+    for key in ("layer_types", "compress_rates", "mlp_layer_types", "partial_rotary_factor"):
+        told.pop(key, None)
+    assert from_hf_config(told | {"compress_ratios": [0, 4, 128, 4, 0]}) == expected
+    assert from_hf_config(told | {"compress_ratios": [0, 4, 128, 128, 0]}) != expected
+
+
+def test_a_config_that_is_written_has_the_keys_of_engines() -> None:
+    """vLLM's and SGLang's models read these, and not transformers' own."""
+    written = to_hf_config(shape(), "bfloat16")
+    assert written["compress_ratios"][:4] == [0, 4, 128, 4] and written["num_hash_layers"] == 1
+    assert written["qk_rope_head_dim"] == 16 and written["scoring_func"] == "sqrtsoftplus"
+    assert (
+        DeepseekV4ForCausalLM.config_class.from_dict(written).rope_parameters["main"]["partial_rotary_factor"] == 0.125
+    )
+
+
+def test_megatrons_arguments_are_those_of_its_dev_branch() -> None:
+    """As Megatron-Bridge's provider of DeepSeek-V4 sets them (models/deepseek/deepseek_v4_bridge.py)."""
+    model = shape()
+    args = to_megatron_args(model)
+    assert args["experimental_attention_variant"] == "dsv4_hybrid" and args["multi_latent_attention"]
+    assert args["csa_compress_ratios"] == [0, 4, 128, 4, *[0] * model.mtp_num_layers]
+    assert args["enable_hyper_connections"] and args["num_residual_streams"] == 4
+    assert args["moe_n_hash_layers"] == 1 and args["moe_router_score_function"] == "sqrtsoftplus"
+    assert (args["rotary_base"], args["csa_compress_rotary_base"]) == (10000, 160000.0)
+    assert read_megatron_args(args, 160, "").csa == model.csa and read_megatron_args(args, 160, "").mhc == model.mhc
+    with pytest.raises(UnknownArchitecture, match="rotary_percent"):
+        read_megatron_args(args | {"rotary_percent": 0.5}, 160, "")
+
+
+def test_tensor_parallel_ranks_are_refused() -> None:
+    check(shape(), ParallelSettings(expert=2))
+    with pytest.raises(RecipeError, match="compressed keys has one key for all heads"):
+        check(shape(), ParallelSettings(tensor=2))
+
+
+def test_a_table_of_experts_is_of_integers(tmp_path: Path) -> None:
+    model = deepseek_v4.make(**SIZES)
+    gate = model.model.layers[0].mlp.gate
+    gate.tid2eid = gate.tid2eid.float()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(PrecisionError, match="tid2eid` is float32"):
+        to_megatron(open_checkpoint(tmp_path))
