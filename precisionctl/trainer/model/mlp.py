@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import Activation, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
@@ -231,3 +232,13 @@ class Router(nn.Module):
         outside = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
         inside = grouped.masked_fill(outside[..., None], -torch.inf)
         return inside.flatten(1)
+
+
+def check_tables(model: nn.Module, where: object) -> None:
+    """Raise DamagedCheckpoint if a router's table, loaded from `where`, has a number that is no expert's."""
+    for name, router in model.named_modules():
+        if isinstance(router, Router) and router.tid2eid is not None:
+            least, most = (int(each) for each in router.tid2eid.aminmax())
+            if least < 0 or most >= router.moe.num_experts:
+                what = f"`{name}.tid2eid` has numbers from {least} to {most} for {router.moe.num_experts} experts"
+                raise DamagedCheckpoint(what, where=where)
