@@ -5,14 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import command_line
 import deepseek_v4
+import pico
 import pytest
 import torch
 from any_models import export, load_whole, same, stored
 from conversions import run
 from gpt_models import as_gpt, converted
 from in_memory import to_megatron
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from training import make_source, make_text
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
@@ -239,3 +243,24 @@ def test_a_table_of_experts_is_of_integers(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(PrecisionError, match="tid2eid` is float32"):
         to_megatron(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_path: Path) -> None:
+    """By every command that computes, which would else fail in the middle, or take the last expert."""
+    source, text = (
+        make_source(tmp_path / "hf", family="deepseek-v4", **pico.fp8_sizes("deepseek-v4")),
+        make_text(tmp_path / "text.txt", words=200),
+    )
+    (file,) = source.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["layers.0.ffn.gate.tid2eid"][7, 1] = number
+    save_file(tensors, file, {"format": "pt"})
+    how = ("--backend", "emulated", "--set", "data.sequence_length=32")
+    for command in (
+        ("eval", source, "--sequence-length", 32),
+        ("resume", source, "--precision", "bf16", "--out", tmp_path / "run", *how),
+        ("calibrate", source, "--out", tmp_path / "state.json", *how),
+    ):
+        done = command_line.run(*command, "--data", text)
+        assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr

@@ -47,9 +47,11 @@ class HyperConnection(nn.Module):
 
 
 def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor) -> Tensor:
-    """Streams `[T, N, E]`, mixed, with what a block gives, `[T, E]`, in each."""
+    """Streams `[T, N, E]`, mixed, with what a block gives, `[T, E]`, in each: `[T, N * E]`, and no view, since FSDP2
+    wants none of a layer."""
     dtype = streams.dtype
-    return add.to(dtype)[..., None] * block[:, None] + torch.matmul(mix.to(dtype).mT, streams)
+    given, mixed = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
+    return given.flatten(1) + mixed.flatten(1)
 
 
 def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backend: Backend) -> None:

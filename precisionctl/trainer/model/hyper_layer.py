@@ -43,10 +43,10 @@ class HyperLayer(ResidualLayer):
     ) -> tuple[Tensor, KeysValues | None]:
         streams = torch.unflatten(hidden, -1, (self.streams, -1))
         read, add, mix = self.self_attention_hyper_connection(streams)
-        streams = added(streams, self.self_attention(self.input_layernorm(read), positions), add, mix)
+        hidden = added(streams, self.self_attention(self.input_layernorm(read), positions), add, mix)
+        streams = torch.unflatten(hidden, -1, (self.streams, -1))
         read, add, mix = self.mlp_hyper_connection(streams)
-        streams = added(streams, self.mlp(self.pre_mlp_layernorm(read), positions.tokens), add, mix)
-        return streams.flatten(1), None
+        return added(streams, self.mlp(self.pre_mlp_layernorm(read), positions.tokens), add, mix), None
 
 
 class HyperMTPLayer(nn.Module):
