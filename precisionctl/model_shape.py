@@ -191,8 +191,10 @@ class ModelShape:
 
     @property
     def of_prediction(self) -> "ModelShape":
-        """The model whose last layer is made as its layers of multi-token prediction are."""
-        return replace(self, gdn=None, moe=None if self.mtp_dense else self.moe)
+        """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
+        own, also where the decoder's last layer has none (GLM-5.2)."""
+        dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
+        return replace(self, gdn=None, dsa=dsa, moe=None if self.mtp_dense else self.moe)
 
     @property
     def rotary_size(self) -> int:

@@ -152,7 +152,7 @@ SAID_OTHERWISE = {
     *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
     *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
     *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type"),
-    *("dsa_indexer_k_norm_epsilon", "is_hybrid_model"),
+    *("dsa_indexer_k_norm_epsilon", "apply_rope_fusion", "is_hybrid_model"),
 }
 """Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""
 
