@@ -221,10 +221,12 @@ class ModelShape:
 
     @property
     def of_prediction(self) -> "ModelShape":
-        """The model whose last layer is made as its layers of multi-token prediction are."""
+        """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
+        own, also where the decoder's last layer has none (GLM-5.2)."""
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
-        moe = self.moe and replace(self.moe, n_hash_layers=0)
-        return replace(self, gdn=None, csa=csa, global_attention=None, moe=None if self.mtp_dense else moe)
+        dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
+        moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)
+        return replace(self, gdn=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
 
     @property
     def rotary_size(self) -> int:

@@ -13,6 +13,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure import flops
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
+from precisionctl.trainer.model.attention import SINK_CHANNELS
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
@@ -31,8 +32,8 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
-    """What the convention passes over: half of attention, above the diagonal, padding of values, routers, gates of
-    shared experts, and what gated delta nets and mixers take beside."""
+    """What the convention passes over: half of attention, above the diagonal, padding of values, sinks, routers, gates
+    of shared experts, and what gated delta nets and mixers take beside."""
     nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
@@ -40,9 +41,13 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
             in_chunks = [chunk] * (LENGTH // chunk) * len(lengths) if chunk and model.in_window(layer) else lengths
             attention = model.attention_of(model.in_window(layer))
             pairs = sum(length**2 for length in in_chunks)
-            above += pairs * (attention.query_size + attention.projection_size) // 2
-            if attention.attn_logit_softcapping is None and not attention.softmax_offset:  # values are padded
-                above += pairs * max(0, attention.query_size - attention.projection_size)
+            convention = pairs * (attention.query_size + attention.projection_size) // 2
+            if attention.attn_logit_softcapping is not None:
+                above += convention
+            else:  # values are padded, and a sink is one more key, with one more query, of wider heads
+                sink = attention.softmax_offset
+                wide = attention.query_size + sink * SINK_CHANNELS * attention.num_attention_heads
+                above += 2 * sum((length + sink) ** 2 for length in in_chunks) * wide - convention
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
     beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)

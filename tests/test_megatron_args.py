@@ -8,7 +8,7 @@ import pytest
 from in_memory import InMemory
 from pico import make, shape
 
-from precisionctl.architectures.families import from_hf_config, from_megatron_args
+from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -142,6 +142,14 @@ def test_routers_that_choose_experts_otherwise_are_refused(balancing):
         assert from_megatron_args(args | {"moe_router_load_balancing_type": loss}, 256, "args", "mixtral").moe
     with pytest.raises(UnknownArchitecture, match=f"moe_router_load_balancing_type={balancing}"):
         from_megatron_args(args | {"moe_router_load_balancing_type": balancing}, 256, "args")
+
+
+def test_a_gpt_with_rotary_embeddings_is_a_gpt_neox_of_one_block_after_the_other():
+    """Megatron has no argument for blocks beside each other: those of a Pythia describe another model, as they do to
+    Megatron-Core, unless config.json says more."""
+    found = from_megatron_args(to_megatron_args(shape("gpt-neox").padded(1)), 256, "")
+    assert found.architecture == "gpt_neox" and not found.parallel_residual
+    assert to_hf_config(found, "bfloat16")["use_parallel_residual"] is False
 
 
 def test_latent_attention_has_no_biases_whatever_the_arguments_say():

@@ -12,7 +12,7 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import DSA, MLA, GatedDeltaNet, Mamba2, MoE
+from precisionctl.model_parts import CSA, DSA, MLA, GatedDeltaNet, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
 
@@ -63,6 +63,8 @@ def models(draw: st.DrawFn) -> ModelShape:
         ),
         gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
+        csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
+        mhc=HyperConnections(draw(sizes), 1),
         attention_output_gate=draw(st.booleans()),
         per_layer_embed_dim=draw(sizes),
         mtp_num_layers=draw(st.integers(0, 2)),

@@ -105,6 +105,24 @@ def published(folder: Path, family: str) -> dict[str, Tensor]:
     return tensors
 
 
+def test_a_prediction_layer_has_an_indexer_where_the_last_layer_uses_anothers(tmp_path: Path) -> None:
+    """As published: `modules_to_not_convert` of GLM-5.2-FP8 lists the indexer of layer 78, and before it that of 74,
+    but none of 75 to 77."""
+    pico.save(tmp_path, "glm-moe-dsa", dtype=torch.bfloat16, indexer_types=["full", "full", "shared"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(("model.layers.1.self_attn", "model.layers.2."))]:
+        if ".2.self_attn." not in name:
+            tensors[name.replace(name[:15], "model.layers.3.")] = torch.randn_like(tensors[name])
+    for name, shape in {"enorm": (64,), "hnorm": (64,), "eh_proj": (64, 128), "shared_head.norm": (64,)}.items():
+        tensors[f"model.layers.3.{name}.weight"] = torch.randn(shape).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    back = to_hf(to_megatron(HuggingFaceReader(tmp_path))).tensors
+    assert "model.layers.3.self_attn.indexer.wk.weight" in tensors
+    assert [name for name in tensors if not torch.equal(back[name], tensors[name])] == []
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_a_published_prediction_layer_goes_to_megatron_and_comes_back(tmp_path: Path, family: str) -> None:
     stored = published(tmp_path, family)

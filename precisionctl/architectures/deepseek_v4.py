@@ -106,7 +106,7 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 
 def _read_rope(config: Config, where: object) -> Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
-    both = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    both = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) not in (None, {})]
     said = both[0] if both else {}
     if not isinstance(said, Mapping) or (len(both) == 2 and both[0] != both[1]):
         raise DamagedCheckpoint(f"rotary parameters are {shown(both)}", where=where)

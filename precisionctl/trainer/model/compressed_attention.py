@@ -65,7 +65,7 @@ def _with_window_before(windows: Tensor, filling: float) -> Tensor:
     return torch.cat([before, own], 2)
 
 
-class Indexer(nn.Module):
+class CompressedIndexer(nn.Module):
     """Chooses the compressed keys that a query sees. No gradient comes to it, and it is not trained."""
 
     def __init__(self, model: ModelShape, csa: CSA, backend: Backend) -> None:
@@ -100,11 +100,11 @@ class CompressedCore(nn.Module):
         heads, self.head = model.num_attention_heads, model.kv_channels
         self.attn_sink = nn.Parameter(torch.zeros(heads, dtype=backend.dtype, device=backend.device))
         self.compressor: Compressor | None = None
-        self.indexer: Indexer | None = None
+        self.indexer: CompressedIndexer | None = None
         if self.ratio:
             overlaps = csa.pattern[number] == "C"
             self.compressor = Compressor(model, self.ratio, self.head, overlaps, backend)
-            self.indexer = Indexer(model, csa, backend) if overlaps else None
+            self.indexer = CompressedIndexer(model, csa, backend) if overlaps else None
 
     def forward(self, query: Tensor, key: Tensor, hidden: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Of texts that are S tokens long: queries `[B, S, H * D]`, keys `[B, S, D]`, both not yet turned, hidden
