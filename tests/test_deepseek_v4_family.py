@@ -26,11 +26,16 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
+from precisionctl.precision import PRESETS
 from precisionctl.recipe.sections import ParallelSettings
+from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check
+from precisionctl.trainer.passes import backward
 from precisionctl.untabled_model import UntabledModel
 
 SIZES: dict[str, Any] = {
@@ -264,3 +269,30 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
     ):
         done = command_line.run(*command, "--data", text)
         assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr
+
+
+def test_published_codes_are_evaluated(tmp_path: Path) -> None:
+    """Of linears as engines compute; the projection by groups, the indexer and experts in MXFP4 by decoded weights."""
+    deepseek_v4.publish(tmp_path / "source", **SIZES)
+    model, words = load(open_checkpoint(tmp_path / "source"))
+    assert "FP8 codes" in words and "weights from FP8" in words and "weights from MXFP4" in words
+    plain, _ = load(open_checkpoint(tmp_path / "source"), plain=True)
+    tokens = torch.randint(160, (2, 144), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        coded, decoded = model(tokens).float(), plain(tokens).float()
+    assert not torch.equal(coded, decoded)
+    assert torch.nn.functional.cosine_similarity(coded.flatten(), decoded.flatten(), 0) > 0.9
+
+
+def test_where_tables_choose_in_all_layers_no_loss_balances_experts(tmp_path: Path) -> None:
+    """transformers' loss counts none of its DeepseekV4HashRouter either (OutputRecorder)."""
+    made = converted(deepseek_v4.make(**SIZES, mlp_layer_types=["hash_moe"] * 4), tmp_path)
+    tokens = torch.randint(160, (2, 8), generator=torch.Generator().manual_seed(1))
+    models = []
+    for balance in (Balance(pooled_loss=1.0, aux_loss=1.0, z_loss=1.0), Balance()):
+        model = GPT(made.model, PRESETS["bf16"], dtype=torch.float32, balance=balance)
+        model.load_state_dict(dict(made.tensors))
+        backward(model, Batch(tokens, tokens, torch.ones(2, 8, dtype=torch.bool), None), 16)
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)

@@ -120,6 +120,14 @@ def test_a_model_that_flags_cannot_say_is_refused_by_what_they_lack(family: str,
         launch(converted(tmp_path, family), "megatron-lm")
 
 
+@pytest.mark.parametrize("family", ["deepseek-v4", "glm-moe-dsa"])
+def test_a_model_whose_attention_has_no_flags_is_left_to_bridge(family: str, tmp_path: Path) -> None:
+    folder = converted(tmp_path, family)
+    with pytest.raises(UnknownArchitecture, match="no flags are known here.*--framework megatron-bridge"):
+        launch(folder, "megatron-lm")
+    assert any("the provider of its family" in note for note in launch(folder, "megatron-bridge").notes)
+
+
 def test_latents_keep_their_norms(tmp_path: Path) -> None:
     """megatron-core makes MLA's projections with a norm under qk_layernorm alone (gpt_layer_specs.py); a model without
     would load all the same, and be another one."""

@@ -131,7 +131,8 @@ class _HasInputScales(Protocol):
 
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
-    largest of its weights and experts, as in engines. Returns the precision in words; None without codes.
+    largest of its weights and experts, as in engines. Indexers, and DeepSeek-V4's projection by groups, compute with
+    decoded weights. Returns the precision in words; None without codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, in_four_bits(reader)
@@ -144,7 +145,11 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     for job in stored:
         weight: Quantizer
         inputs: InputQuantizer | None
-        if packing := packed.get(job.reads[0]):
+        packing, linear = packed.get(job.reads[0]), model.get_submodule(job.module)
+        if not isinstance(linear, Linear | GroupedLinear):
+            kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
+            continue
+        if packing:
             inputs = _four_bit_inputs(reader, job, packing, device)
             if inputs is None:  # engines do not cast the inputs of a weight that is values
                 kinds[f"weights from {packing.name}"] = None
@@ -159,7 +164,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
             groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
             inputs = _static_inputs(fixed[job.module], device) or groups
         # A linear requires a quantizer of its gradient too; no gradient is computed here.
-        _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
+        _set_quantizers(linear, job, {"input": inputs, "weight": weight, "grad_output": inputs})
         kinds[f"{packing.name if packing else 'FP8'} codes with {inputs.words} input scales"] = None
     return " and ".join(kinds) or None
 
@@ -191,13 +196,11 @@ def _by_row(reader: Reader, job: Job) -> bool:
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
 
 
-def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
-    linear = model.get_submodule(job.module)
+def _set_quantizers(linear: Linear | GroupedLinear, job: Job, quantizers: Quantizers) -> None:
     if isinstance(linear, GroupedLinear):
         assert job.expert is not None
         linear.quantizers[job.expert] = quantizers
     else:
-        assert isinstance(linear, Linear), "nothing else has weights that are codes"
         linear.quantizers = quantizers
 
 

@@ -129,7 +129,8 @@ def _model_options(model: ModelShape) -> list[Option]:
         understood = read_megatron_args({"q_lora_rank": None, **given}, model.padded_vocab_size, "")
     except DamagedCheckpoint as error:
         raise UnknownArchitecture(
-            f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
+            f"no flags are known here that tell Megatron-LM all of `{model.architecture}`",
+            do="Megatron-Bridge takes the provider of its family: --framework megatron-bridge.",
         ) from error
     if missing := differences(model, understood) | otherwise_in_megatron(model):
         left_to_provider(model)

@@ -71,7 +71,7 @@ class RouterLosses:
         """After a pass: its losses times coefficients and `targets`, FP32 `[]`, to add to a loss that is summed over
         these. Of tensor ranks, which all have the same, each gets its share."""
         self._open = False
-        if not self.names:
+        if not self.names or not self._seen:  # no losses, or tables choose in all layers
             return 0.0
         scores, counts, squares = (torch.stack(each) for each in zip(*self._seen, strict=True))  # [L, B, E] twice, [L]
         lengths = self._real.sum(1)
