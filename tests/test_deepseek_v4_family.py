@@ -313,3 +313,11 @@ def test_where_tables_choose_in_all_layers_no_loss_balances_experts(tmp_path: Pa
         models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_defaults_are_those_of_deepseek_v4_flash() -> None:
+    """Which DeepSeek says has 284B parameters (its model card), without the prediction layer; tables are no weights."""
+    released = {"model_type": "deepseek_v4", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
+    model = GPT(from_hf_config(released), PRESETS["bf16"], device="meta")
+    named = {name: each for name, each in model.named_parameters() if not name.startswith("mtp.")}
+    assert round(sum(each.numel() for each in named.values() if each.is_floating_point()) / 1e9) == 284
