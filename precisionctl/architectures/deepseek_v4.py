@@ -106,16 +106,10 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 
 def _read_rope(config: Config, where: object) -> Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
-<<<<<<< HEAD
-    both = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) not in (None, {})]
-    said = both[0] if both else {}
-    if not isinstance(said, Mapping) or (len(both) == 2 and both[0] != both[1]):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(both)}", where=where)
-=======
-    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    said: Any = next((each for each in both if each not in (None, {})), {})
     if not isinstance(said, Mapping):
         raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
->>>>>>> dsv4
     main, compressed = said.get("main"), said.get("compress")
     if isinstance(main, Mapping) and isinstance(compressed, Mapping):
         absent = {"partial_rotary_factor": 1.0}
