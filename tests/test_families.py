@@ -16,6 +16,7 @@ from conversions import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import InMemory, to_hf, to_megatron
+from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -123,6 +124,8 @@ def _function(model: ModelShape) -> ModelShape:
 
 @pytest.mark.parametrize("family", ALL)
 def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family: str) -> None:
+    if family == "mimo-v2-flash" and BEFORE_5_23:
+        pytest.skip("before transformers 5.23 its window was one token shorter")
     theirs = pico.make(family).config
     config = theirs.to_dict()  # its JSON has infinity in a way that `from_dict` does not take
     compared = 0

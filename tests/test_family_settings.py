@@ -6,6 +6,7 @@ from typing import Any
 import pico
 import pytest
 import tiny_wrappers
+from installed import BEFORE_5_23
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, supported, to_hf_config
@@ -243,6 +244,7 @@ WRONG: tuple[object, ...] = ("", "no", [], {})
 """Two that Python takes for false, one for true, and an object: none of them is a size or a switch."""
 
 
+@pytest.mark.skipif(BEFORE_5_23, reason="older classes fail over empty rotary parameters, which newer ones take")
 @pytest.mark.parametrize("family", pico.first_of_each(lambda family: {pico.settings(family)["model_type"]}))
 def test_a_value_of_a_wrong_type_is_no_absent_one(family: str) -> None:
     """What its class does not take is refused, or plays no part in this model: `num_key_value_heads: []` was read as if
