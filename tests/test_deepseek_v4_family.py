@@ -271,6 +271,19 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
         assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr
 
 
+def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothing_records(tmp_path: Path) -> None:
+    """Calibration was asked for again and again."""
+    source = make_source(tmp_path / "hf", family="deepseek-v4", **pico.fp8_sizes("deepseek-v4"))
+    text, state = make_text(tmp_path / "text.txt", words=200), tmp_path / "state.safetensors"
+    how = ("--backend", "emulated", "--set", "data.sequence_length=32")
+    assert not command_line.run("calibrate", source, "--out", state, "--data", text, *how).exit_code
+    static = ("export-inference", source, tmp_path / "fp8", "--target", "transformers", "--scheme", "static")
+    refused = command_line.run(*static, "--fp8-state", state)
+    assert refused.exit_code and "--exclude '*.wo_a'" in refused.stderr and "calibrate" not in refused.stderr
+    done = command_line.run(*static, "--fp8-state", state, "--exclude", "*.wo_a")
+    assert not done.exit_code, done.stderr
+
+
 def test_published_codes_are_evaluated(tmp_path: Path) -> None:
     """Of linears as engines compute; the projection by groups, the indexer and experts in MXFP4 by decoded weights."""
     deepseek_v4.publish(tmp_path / "source", **SIZES)
