@@ -25,7 +25,7 @@ from precisionctl.architectures.megatron_args import read_megatron_args, to_mega
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
@@ -183,6 +183,8 @@ def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
         ({"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64}}, "compress_rates"),
         ({"layer_types": ["full_attention"] * 4}, "full_attention"),
         ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe after moe"),
+        ({"compress_rate_csa": 8}, "compress_rate_csa=8"),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of type 'linear_attention' in layer_types"),
     ],
     ids=str,
 )
@@ -220,6 +222,23 @@ def test_so_many_layers_have_tables_as_transformers_says(said: dict[str, Any]) -
     expected = DeepseekV4ForCausalLM.config_class.from_dict(told | said).mlp_layer_types
     moe = from_hf_config(told | said).moe
     assert moe and moe.n_hash_layers == expected.count("hash_moe")
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_without_a_list_layers_are_of_the_kinds_that_transformers_takes(number: int) -> None:
+    told = config() | {"num_hidden_layers": number, "layer_types": None, "mlp_layer_types": None}
+    told.pop("compress_ratios", None)
+    csa = from_hf_config(told).csa
+    assert csa and csa.pattern == "".join(
+        {"compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}[kind]
+        for kind in DeepseekV4ForCausalLM.config_class.from_dict(told).layer_types
+    )
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["sliding_attention"]}, {"mlp_layer_types": 7}], ids=str)
+def test_a_list_that_lacks_layers_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint, match="not a list of 4 layers"):
+        from_hf_config(config(**changes))
 
 
 def test_a_config_that_is_written_has_the_keys_of_engines() -> None:
