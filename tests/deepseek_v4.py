@@ -179,7 +179,10 @@ def published_config(config: DeepseekV4Config) -> dict[str, Any]:
     told = config.to_dict()
     for key in ("rope_parameters", "partial_rotary_factor", "mlp_layer_types", "dtype", "transformers_version"):
         told.pop(key, None)
+    rates = {"sliding_attention": 0, **config.compress_rates}
     told |= {
+        "compress_ratios": [*(rates[kind] for kind in config.layer_types), 0],
+        "topk_method": "noaux_tc",
         "architectures": ["DeepseekV4ForCausalLM"],
         "torch_dtype": "bfloat16",
         "qk_rope_head_dim": int(config.head_dim * config.partial_rotary_factor),

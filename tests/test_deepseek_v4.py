@@ -81,7 +81,7 @@ def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: P
     (tmp_path / "saved").mkdir()
     model = deepseek_v4.make(compress_rates=rates(rate)).bfloat16()
     model.save_pretrained(tmp_path / "saved")
-    for source in ("source", "saved"):
+    for source in ("source", "saved") if rate == 128 else ("source",):  # keys of engines are the table's to write
         out = tmp_path / f"{source}-fp8"
         export(tmp_path / source, out, "block", target)
         assert config_of(out)["expert_dtype"] == "fp8"

@@ -25,6 +25,7 @@ from precisionctl.architectures.megatron_args import read_megatron_args, to_mega
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
@@ -52,6 +53,10 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def shape() -> ModelShape:
     return from_hf_config(config())
+
+
+def model_of(directory: Path) -> object:
+    return open_checkpoint(directory).model
 
 
 def assert_same_bytes(one: Path, other: Path) -> None:
@@ -101,7 +106,18 @@ def test_what_transformers_saves_is_read_and_written_under_published_names(tmp_p
     found = stored(tmp_path / "back")
     assert found.keys() == deepseek_v4.native(model).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in deepseek_v4.native(model).items())
-    assert {name.removesuffix("_scale_inv") for name in stored(tmp_path / "blocks")} == found.keys()
+    blocks = stored(tmp_path / "blocks")
+    assert {name.removesuffix("_scale_inv") for name in blocks} == found.keys()
+    for name, scale in blocks.items():
+        if name.endswith("_scale_inv"):  # SGLang takes those of wo_a for powers of two
+            assert torch.equal(torch.exp2(torch.log2(scale.float()).round()), scale.float()), name
+    told = json.loads((tmp_path / "blocks" / "config.json").read_text())
+    assert told["quantization_config"]["scale_fmt"] == "ue8m0" and told["rope_scaling"]["factor"] == 4
+    assert told["compress_ratios"][:4] == [0, 4, 128, 4] and told["num_hash_layers"] == 1
+    assert from_hf_config(told) == model_of(tmp_path / "saved") == model_of(tmp_path / "blocks")
+    rope = model.config.rope_parameters
+    rope["compress"].pop("type")  # as old configs call its rope_type
+    assert DeepseekV4ForCausalLM.config_class.from_dict(told).rope_parameters == rope
     assert same(tmp_path / "saved", tmp_path / "back")
     theirs = load_whole(DeepseekV4ForCausalLM, tmp_path / "back")
     expected = model.state_dict()
@@ -246,6 +262,7 @@ def test_a_config_that_is_written_has_the_keys_of_engines() -> None:
     written = to_hf_config(shape(), "bfloat16")
     assert written["compress_ratios"][:4] == [0, 4, 128, 4] and written["num_hash_layers"] == 1
     assert written["qk_rope_head_dim"] == 16 and written["scoring_func"] == "sqrtsoftplus"
+    assert not engine_named("vllm").lacks(written) and not engine_named("sglang").lacks(written)
     assert (
         DeepseekV4ForCausalLM.config_class.from_dict(written).rope_parameters["main"]["partial_rotary_factor"] == 0.125
     )
@@ -339,3 +356,11 @@ def test_where_tables_choose_in_all_layers_no_loss_balances_experts(tmp_path: Pa
         models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_defaults_are_those_of_deepseek_v4_flash() -> None:
+    """Which DeepSeek says has 284B parameters (its model card), without the prediction layer; tables are no weights."""
+    released = {"model_type": "deepseek_v4", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
+    model = GPT(from_hf_config(released), PRESETS["bf16"], device="meta")
+    named = {name: each for name, each in model.named_parameters() if not name.startswith("mtp.")}
+    assert round(sum(each.numel() for each in named.values() if each.is_floating_point()) / 1e9) == 284

@@ -106,10 +106,10 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 
 def _read_rope(config: Config, where: object) -> Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(config)
-    both = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) not in (None, {})]
-    said = both[0] if both else {}
-    if not isinstance(said, Mapping) or (len(both) == 2 and both[0] != both[1]):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(both)}", where=where)
+    both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    said: Any = next((each for each in both if each not in (None, {})), {})
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
     main, compressed = said.get("main"), said.get("compress")
     if isinstance(main, Mapping) and isinstance(compressed, Mapping):
         absent = {"partial_rotary_factor": 1.0}
@@ -143,6 +143,7 @@ def _write_rope(model: ModelShape) -> Config:
         "compress_rope_theta": model.rotary_base,
         "partial_rotary_factor": model.rotary_percent,
         "qk_rope_head_dim": model.rotary_size,
+        "rope_scaling": model.rope_scaling,  # which engines read, and transformers before the others
         "rope_parameters": {"main": main, "compress": compressed},
     }
 
@@ -187,6 +188,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk", "num_experts_per_tok", 6),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.5),
         Only("scoring_func", "sqrtsoftplus", "moe.score_function", "sqrtsoftplus"),
+        Only("topk_method", "noaux_tc"),
         Only("norm_topk_prob", True),
         Always("moe.expert_bias", True),
         SILU,

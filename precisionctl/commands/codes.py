@@ -154,8 +154,9 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
         raise RecipeError(what, do="Leave --fp8-state out.")
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     now = source.encodings_now
-    if scheme == "block" and now is not None and (in_powers_of_2(now) or all_mxfp4(now)):
-        numbers = "powers of 2"  # so that values of MXFP4 stay exact
+    were_powers = now is not None and (in_powers_of_2(now) or all_mxfp4(now))  # values of MXFP4 stay exact
+    if scheme == "block" and (were_powers or source.plan.model.architecture in engine.blocks_alone):
+        numbers = "powers of 2"
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
 
 

@@ -44,7 +44,8 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 @dataclass(frozen=True)
 class BlocksAlone:
-    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, by a `rule`."""
+    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, under scales that it
+    takes for powers of two, by a `rule`."""
 
     linear: str
     rule: EngineRule

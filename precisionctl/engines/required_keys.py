@@ -7,6 +7,10 @@ MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
 """From a config.json, the required keys that it lacks."""
 
 
+OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "topk_method")
+"""Those of DeepSeek-V4's released config.json that transformers has others for."""
+
+
 def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
     """These keys, in a config of these models."""
 

@@ -17,7 +17,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
-from precisionctl.engines.required_keys import of_models
+from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
 ENGINE = Engine(
@@ -85,7 +85,7 @@ ENGINE = Engine(
             "wo_a",
             EngineRule(
                 "the grouped output projection is multiplied in blocks of FP8, by no other kernel",
-                "SGLang models/deepseek_v4.py _setup_fp8_wo_a_scales",
+                "SGLang models/deepseek_v4.py MQALayer (format_ue8m0), _setup_fp8_wo_a_scales",
             ),
         ),
     },
@@ -143,6 +143,10 @@ ENGINE = Engine(
         of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"): EngineRule(
             "its model asks the config for these keys, which have no defaults",
             "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
+        ),
+        of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
+            "its model asks the config for these keys, whose defaults are of another model",
+            "SGLang models/deepseek_v4.py MQALayer, configs/deepseek_v4.py",
         ),
     },
     cache={

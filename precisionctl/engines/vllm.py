@@ -20,7 +20,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
-from precisionctl.engines.required_keys import of_models
+from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
 ENGINE = Engine(
@@ -167,6 +167,10 @@ ENGINE = Engine(
         of_models(("deepseek_v3",), "topk_method", "scoring_func"): EngineRule(
             "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
             "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
+        ),
+        of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
+            "its model asks the config for these keys, which have no defaults",
+            "vLLM models/deepseek_v4/nvidia/model.py, transformers_utils/configs/deepseek_v4.py",
         ),
     },
     cache={

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_parts import MLA, GatedDeltaNet, GlobalAttention, Mamba2, MoE
+from precisionctl.model_parts import CSA, MLA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
@@ -182,6 +182,33 @@ SHAPES = {
         query_scaling_beta=0.1,
         query_scaling_floor=64,
         moe=MoE(4, 1, 128, (True, True), shared_ffn_hidden_size=128, score_function="sigmoid", probs_on_input=True),
+    ),
+    "like MiMo": replace(
+        SHAPE,
+        kv_channels=48,
+        v_head_dim=32,
+        attention_value_scale=0.7,
+        num_query_groups=4,
+        softmax_offset=True,
+        global_attention=GlobalAttention(num_query_groups=2, softmax_offset=False),
+        **WINDOW,
+    ),
+    "like Laguna": replace(SHAPE, softplus_gate="per-head", qk_layernorm=True, **WINDOW),
+    "like DeepSeek-V4": replace(
+        SHAPE,
+        num_query_groups=1,
+        rotary_base_local=1e4,
+        rotary_percent=0.5,
+        activation_clamp=10.0,
+        csa=CSA("CH", 32, 64, 4, 16, 2, 32, 8),
+        mhc=HyperConnections(4, 3),
+        moe=MoE(
+            *(4, 2, 128, (True, True)),
+            shared_ffn_hidden_size=128,
+            score_function="sqrtsoftplus",
+            expert_bias=True,
+            n_hash_layers=1,
+        ),
     ),
     "like Cohere": replace(
         SHAPE,
