@@ -38,21 +38,20 @@ def real(value: object, name: str, where: object = "") -> float:
 class MoE:
     """Layers whose MLP is a mixture of experts; the fields are Megatron's `--moe-*` and `--num-experts`.
 
-    `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax`
-    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` or `sqrtsoftplus` (the root of the softplus),
+    `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax` over
+    all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` or `sqrtsoftplus` (the root of the softplus),
     which are divided by the sum over the chosen ones unless `pre_softmax`; then times `topk_scaling_factor`. With
     groups, only experts of the `group_topk` best of `num_groups` are chosen from; a group is worth the sum of its
     `group_scores` best experts. `expert_bias` is added for the choice alone, to scores over all experts; `router_bias`
     to the logits. In the first `n_hash_layers` a table says which experts each token of the vocabulary has, and there
-    is no `expert_bias`. With `shared_expert_gate`, what the
-    shared experts give is multiplied by the sigmoid of one more projection of the token. With `shared_average` what
-    they and the routed ones give is averaged, and not added. With `probs_on_input` what an expert reads is multiplied
-    by its score, which is then divided by no sum, and what it gives is added as it is. With a `sparsemixer_eps`
-    (SparseMixer, arXiv 2409.12136) experts are chosen one after the other, and the weight of each is its part of a
-    softmax over the logits left that are not further below the largest than by twice this share of the larger of it
-    and their own size. Experts of a `latent_size`
-    (Nemotron 3) read a projection of the hidden states to so many channels, and what they give together is projected
-    back; router and shared experts read the hidden states.
+    is no `expert_bias`. With `shared_expert_gate`, what the shared experts give is multiplied by the sigmoid of one
+    more projection of the token. With `shared_average` what they and the routed ones give is averaged, and not added.
+    With `probs_on_input` what an expert reads is multiplied by its score, which is then divided by no sum, and what it
+    gives is added as it is. With a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the
+    other, and the weight of each is its part of a softmax over the logits left that are not further below the largest
+    than by twice this share of the larger of it and their own size. Experts of a `latent_size` (Nemotron 3) read a
+    projection of the hidden states to so many channels, and what they give together is projected back; router and
+    shared experts read the hidden states.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
@@ -138,8 +137,8 @@ class MLA:
 
 @dataclass(frozen=True)
 class GlobalAttention:
-    """What attention without a window has otherwise than that with one (Gemma 4): the fields of ModelShape of the same
-    names, in those layers. None is for what it does not have otherwise."""
+    """What attention without a window has otherwise than that with one (Gemma 4, Laguna, MiMo): the fields of
+    ModelShape of the same names, in those layers. None is for what it does not have otherwise."""
 
     num_query_groups: int | None = None
     kv_channels: int | None = None

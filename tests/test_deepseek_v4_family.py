@@ -26,7 +26,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
@@ -199,6 +199,8 @@ def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
         ({"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64}}, "compress_rates"),
         ({"layer_types": ["full_attention"] * 4}, "full_attention"),
         ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe after moe"),
+        ({"compress_rate_csa": 8}, "compress_rate_csa=8"),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of type 'linear_attention' in layer_types"),
     ],
     ids=str,
 )
@@ -225,6 +227,34 @@ def test_released_keys_say_the_same_model(tmp_path: Path) -> None:
         told.pop(key, None)
     assert from_hf_config(told | {"compress_ratios": [0, 4, 128, 4, 0]}) == expected
     assert from_hf_config(told | {"compress_ratios": [0, 4, 128, 128, 0]}) != expected
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"num_hash_layers": None}, {"num_hash_layers": 1}, {"num_hash_layers": 9}], ids=str
+)
+def test_so_many_layers_have_tables_as_transformers_says(said: dict[str, Any]) -> None:
+    small = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    told = {key: value for key, value in config(**small).items() if key not in ("mlp_layer_types", "num_hash_layers")}
+    expected = DeepseekV4ForCausalLM.config_class.from_dict(told | said).mlp_layer_types
+    moe = from_hf_config(told | said).moe
+    assert moe and moe.n_hash_layers == expected.count("hash_moe")
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_without_a_list_layers_are_of_the_kinds_that_transformers_takes(number: int) -> None:
+    told = config() | {"num_hidden_layers": number, "layer_types": None, "mlp_layer_types": None}
+    told.pop("compress_ratios", None)
+    csa = from_hf_config(told).csa
+    assert csa and csa.pattern == "".join(
+        {"compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}[kind]
+        for kind in DeepseekV4ForCausalLM.config_class.from_dict(told).layer_types
+    )
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["sliding_attention"]}, {"mlp_layer_types": 7}], ids=str)
+def test_a_list_that_lacks_layers_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint, match="not a list of 4 layers"):
+        from_hf_config(config(**changes))
 
 
 def test_a_config_that_is_written_has_the_keys_of_engines() -> None:
@@ -286,6 +316,19 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
     ):
         done = command_line.run(*command, "--data", text)
         assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr
+
+
+def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothing_records(tmp_path: Path) -> None:
+    """Calibration was asked for again and again."""
+    source = make_source(tmp_path / "hf", family="deepseek-v4", **pico.fp8_sizes("deepseek-v4"))
+    text, state = make_text(tmp_path / "text.txt", words=200), tmp_path / "state.safetensors"
+    how = ("--backend", "emulated", "--set", "data.sequence_length=32")
+    assert not command_line.run("calibrate", source, "--out", state, "--data", text, *how).exit_code
+    static = ("export-inference", source, tmp_path / "fp8", "--target", "transformers", "--scheme", "static")
+    refused = command_line.run(*static, "--fp8-state", state)
+    assert refused.exit_code and "--exclude '*.wo_a'" in refused.stderr and "calibrate" not in refused.stderr
+    done = command_line.run(*static, "--fp8-state", state, "--exclude", "*.wo_a")
+    assert not done.exit_code, done.stderr
 
 
 def test_published_codes_are_evaluated(tmp_path: Path) -> None:

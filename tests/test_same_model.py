@@ -566,8 +566,11 @@ BESIDE_CSA_OTHERWISE = {
     "position_embedding": "learned_absolute",
     "residual_multiplier": 0.5,
     "num_kv_shared_layers": 1,
-    "per_layer_embed_dim": 8,
+    **dict.fromkeys(("per_layer_embed_dim", "v_head_dim", "clip_qkv"), 8),
+    "attention_value_scale": 0.5,
+    "softplus_gate": "per-head",
     "mla": LATENT.mla,
+    "moe.own_norms": True,
 }
 
 
@@ -577,6 +580,10 @@ def _other_than(value: object) -> object:
     return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
 
 
+BESIDE_MLA_OTHERWISE = {
+    **{name: _other_than(value) for name, value in BESIDE_MLA.items()},
+    "softplus_gate": "per-head",
+}
 LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 
 
@@ -586,7 +593,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (DENSE, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "tanh"}),
-        *((LATENT_WITHOUT_WINDOW, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
+        *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
@@ -613,7 +620,6 @@ def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> N
         {"clip_qkv": 0.1, "attention_output_gate": True},
         {"softplus_gate": "per-head", "parallel_residual": True},
         {"softplus_gate": "per-head", "pre_layernorms": False},
-        {"softplus_gate": "per-head", "mla": LATENT.mla},
     ],
     ids=str,
 )
@@ -622,9 +628,10 @@ def test_what_gates_and_values_of_another_size_are_not_computed_beside_is_refuse
         GPT(with_fields(DENSE, change), BF16)
 
 
-def test_a_sparse_mixer_of_sigmoids_is_refused() -> None:
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])
+def test_a_sparse_mixer_of_other_scores_than_a_softmax_is_refused(scores: str) -> None:
     with pytest.raises(UnknownArchitecture, match=r"is not computed here with moe.sparsemixer_eps=0\.4"):
-        GPT(with_fields(PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4, "moe.score_function": "sigmoid"}), BF16)
+        GPT(with_fields(PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4, "moe.score_function": scores}), BF16)
 
 
 def test_latent_attention_with_heads_of_two_sizes_is_refused() -> None:

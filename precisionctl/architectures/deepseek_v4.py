@@ -64,8 +64,8 @@ def _read_layers(config: Config, where: object) -> Fields:
         kinds = ["H"] * min(count, 2) + ["C" if layer % 2 else "H" for layer in range(count - 2)]
     routers = _listed(config, "mlp_layer_types", _ROUTERS, where)
     if routers is None:
-        hashed = config.get("num_hash_layers", 3)
-        hashed = 3 if hashed is None else min(hashed, count)
+        said = config.get("num_hash_layers")
+        hashed = min(3 if said is None else said, count)
     else:
         hashed = sum(routers)
         if not all(routers[:hashed]):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from precisionctl.architectures.moe_rows import FUSED, experts
-from precisionctl.architectures.param_map import Either, Row, renamed, when
+from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GATE_UP, SCALAR, VOCABULARY
 from precisionctl.model_parts import CSA
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
@@ -23,9 +23,9 @@ _ATTENTION, _CORE = f"{_MEGATRON}self_attention.", f"{_MEGATRON}self_attention.c
 def _compressor(of: str, layers: Literal["sparse", "heavy"], rows: str, head: str) -> tuple[Row, ...]:
     """What makes one key, of `head` channels, of several tokens: linears of so many `rows`, and positions in the
     window, which are added to the second's."""
-    hf, megatron, tokens = f"{_HF}attn.{of}compressor.", f"{_CORE}{of}compressor.", {"sparse": "C", "heavy": "H"}
+    hf, megatron, tokens = f"{_HF}attn.{of}compressor.", f"{_CORE}{of}compressor.", CSA.RATIOS[COMPRESSED[layers]]
     return (
-        Row(f"{hf}ape", f"{megatron}ape", (CSA.RATIOS[tokens[layers]], rows), layers=layers, keeps_dtype=True),
+        Row(f"{hf}ape", f"{megatron}ape", (tokens, rows), layers=layers, keeps_dtype=True),
         Row(f"{hf}wkv.weight", f"{megatron}linear_wkv.weight", (rows, "hidden_size"), layers=layers),
         Row(f"{hf}wgate.weight", f"{megatron}linear_wgate.weight", (rows, "hidden_size"), layers=layers),
         Row(f"{hf}norm.weight", f"{megatron}norm.weight", (head,), layers=layers),

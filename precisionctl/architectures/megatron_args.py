@@ -4,10 +4,19 @@ What `--use-checkpoint-args` reads of a checkpoint, under the names of every ver
 megatron/training/arguments.py and, since 0.16, megatron/core/transformer/transformer_config.py).
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.architectures.args_said import all_but_every, needed, norm_epsilon, one_of
+from precisionctl.architectures.expert_args import moe_args, read_moe
+from precisionctl.architectures.indexer_args import DSA_NAME, dsa_args, read_dsa
+from precisionctl.architectures.recurrent_args import (
+    DELTA_NET_NAMES,
+    delta_net_args,
+    mamba_args,
+    read_delta_net,
+    read_mamba,
+)
 from precisionctl.architectures.streams_args import (
     CSA_NAME,
     MHC_NAME,
@@ -18,7 +27,7 @@ from precisionctl.architectures.streams_args import (
     read_mhc,
 )
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
-from precisionctl.model_parts import DSA, MLA, MOST_LAYERS, GatedDeltaNet, Mamba2, MoE, check_size, real
+from precisionctl.model_parts import MLA, MOST_LAYERS, check_size, real
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import differences
 
@@ -38,9 +47,6 @@ WITHOUT = (
     *("enable_hyper_connections", "enable_mhc_connections"),  # but the first beside DeepSeek-V4's attention
     *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
-BALANCING = "moe_router_load_balancing_type"
-HYBRID_PATTERN = "hybrid_layer_pattern"
-CAPACITY = "moe_expert_capacity_factor"
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
@@ -57,43 +63,6 @@ _YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-_MOE = {  # argument, field of MoE
-    "num_experts": "num_experts",
-    "moe_router_topk": "topk",
-    "moe_ffn_hidden_size": "ffn_hidden_size",
-    "moe_shared_expert_intermediate_size": "shared_ffn_hidden_size",
-    "moe_shared_expert_gate": "shared_expert_gate",
-    "moe_router_score_function": "score_function",
-    "moe_router_pre_softmax": "pre_softmax",
-    "moe_router_enable_expert_bias": "expert_bias",
-    "moe_router_num_groups": "num_groups",
-    "moe_router_group_topk": "group_topk",
-}
-_DELTA_NET = {  # argument, field of GatedDeltaNet
-    "linear_num_key_heads": "num_key_heads",
-    "linear_num_value_heads": "num_value_heads",
-    "linear_key_head_dim": "key_head_dim",
-    "linear_value_head_dim": "value_head_dim",
-    "linear_conv_kernel_dim": "conv_kernel_dim",
-}
-_DELTA_NET_NAMES = ("gated_delta_net", "gdn")
-"""Of `experimental_attention_variant`: the second since 2026, which still takes the first."""
-_DSA = {  # argument, field of DSA
-    "dsa_indexer_n_heads": "n_heads",
-    "dsa_indexer_head_dim": "head_dim",
-    "dsa_indexer_topk": "topk",
-    "dsa_indexer_rope_interleaved": "rope_interleaved",
-}
-_MAMBA = {  # argument, field of Mamba2
-    "hybrid_override_pattern": "pattern",
-    "mamba_num_heads": "num_heads",
-    "mamba_head_dim": "head_dim",
-    "mamba_num_groups": "num_groups",
-    "mamba_state_dim": "state_dim",
-}
-INDEXER_NORM_EPSILON = 1e-6
-"""Of the norm of an indexer's keys in transformers (modeling_deepseek_v32.py, modeling_glm_moe_dsa.py), whatever
-config.json says."""
 MEGATRON_ONLY = (
     *("padded_vocab_size", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma"),
 )
@@ -114,10 +83,10 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **_USUAL,
         **_activation_args(model),
         **_mla_args(model),
-        **_dsa_args(model),
-        **_moe_args(model),
-        **_delta_net_args(model),
-        **_mamba_args(model),
+        **dsa_args(model),
+        **moe_args(model),
+        **delta_net_args(model),
+        **mamba_args(model),
         "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
@@ -130,7 +99,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "rotary_percent": model.rotary_percent,
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
-        # only where there are such layers: megatron-core before 0.12 does not know the word
+        # only where a model has them: older versions do not know the words
+        **({"attention_output_gate": True} if model.attention_output_gate else {}),
         **(
             {"no_rope_freq": [int(not each) for each in model.rope_layers]}
             if model.rope_layers and any(model.rope_layers)
@@ -204,115 +174,6 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     return args | {"rope_type": "yarn"} | _yarn_args(rope)
 
 
-def _dsa_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments of Megatron-Core 0.19; older versions know neither these nor the attention."""
-    if model.dsa is None:
-        return {}
-    numbers = range(1, model.num_layers + 1)
-    every, after = next(
-        (pair for pair in itertools.product(numbers, numbers) if _indexed(model.num_layers, *pair) == model.dsa.layers),
-        (1, 1),
-    )
-    return {
-        "experimental_attention_variant": "dsa",
-        **{argument: getattr(model.dsa, field) for argument, field in _DSA.items()},
-        "dsa_indexer_topk_freq": every,
-        "dsa_indexer_skip_topk_offset": after,
-        "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPSILON,
-        "apply_rope_fusion": False,  # Megatron-Core asserts it
-    }
-
-
-def _indexed(num_layers: int, every: int, after: int) -> tuple[bool, ...]:
-    """Which layers have an indexer: the first ones, and after the layer of number `after` each of this number."""
-    return tuple(max(layer - max(after, 1), 0) % every == 0 for layer in range(1, num_layers + 1))
-
-
-def indexer_norm_epsilon(args: Mapping[str, Any]) -> float:
-    """The epsilon of the norm of an indexer's keys, which is the other norms' where no argument says it
-    (megatron/core/transformer/experimental_attention_variant/dsa.py, DSAIndexer). Raises DamagedCheckpoint."""
-    said = args.get("dsa_indexer_k_norm_epsilon")
-    return _norm_epsilon(args, "") if said is None else real(said, "dsa_indexer_k_norm_epsilon")
-
-
-def _norm_epsilon(args: Mapping[str, Any], where: object) -> Any:
-    return args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
-
-
-def _read_dsa(args: Mapping[str, Any], num_layers: int) -> DSA | None:
-    if args.get("experimental_attention_variant") != "dsa":
-        return None
-    _one_of(args, "dsa_indexer_scoring_relu", (True, None), True, "")
-    every, after = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
-    found = {field: args[argument] for argument, field in _DSA.items() if args.get(argument) is not None}
-    return DSA(layers=_indexed(num_layers, every, after), **found)
-
-
-def _moe_args(model: ModelShape) -> dict[str, Any]:
-    moe = model.moe
-    if moe is None:
-        return {"num_experts": None}
-    factor = None if moe.topk_scaling_factor == 1 else moe.topk_scaling_factor
-    return {
-        **{argument: getattr(moe, field) for argument, field in _MOE.items()},
-        # Megatron-Core has it for one expert of a token, whose sigmoid it divides by nothing
-        **({"moe_apply_probs_on_input": True} if moe.probs_on_input and moe.topk == 1 else {}),
-        **({"moe_latent_size": moe.latent_size} if moe.latent_size else {}),  # new in megatron-core 0.16
-        **(
-            {"moe_n_hash_layers": moe.n_hash_layers, "actual_vocab_size": model.vocab_size} if moe.n_hash_layers else {}
-        ),
-        # Megatron-Core has the bias beside sigmoids and roots alone
-        "moe_router_enable_expert_bias": moe.expert_bias and moe.score_function != "softmax",
-        "moe_router_topk_scaling_factor": factor,
-        # 1 is Megatron's default: with a list it asks for keys by layer, even where all layers are alike
-        "moe_layer_freq": 1 if all(moe.layer_freq) or model.mamba else [int(each) for each in moe.layer_freq],
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-
-
-def _delta_net_args(model: ModelShape) -> dict[str, Any]:
-    args: dict[str, Any] = {"attention_output_gate": True} if model.attention_output_gate else {}
-    if model.gdn is None:  # megatron-core before 0.15 does not know the words
-        return args
-    args |= {argument: getattr(model.gdn, field) for argument, field in _DELTA_NET.items()}
-    args["experimental_attention_variant"] = _DELTA_NET_NAMES[0]
-    return args | {"linear_attention_freq": [int(each) for each in model.gdn.layers]}
-
-
-def _mamba_args(model: ModelShape) -> dict[str, Any]:
-    if model.mamba is None:
-        return {}
-    return {"is_hybrid_model": True, **{name: getattr(model.mamba, field) for name, field in _MAMBA.items()}}
-
-
-def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
-    """What the arguments say of layers of one block each, some of them Mamba-2 mixers; None where there are none.
-    Raises UnknownArchitecture where prediction layers stand behind them."""
-    pattern = _hybrid_pattern(args)
-    if not (args.get("is_hybrid_model") or pattern):
-        return None
-    defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
-    defaults["hybrid_override_pattern"] = pattern
-    if defaults.get("mamba_num_heads") is None:
-        defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
-    return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
-
-
-def _hybrid_pattern(args: Mapping[str, Any]) -> Any:
-    """A letter for each layer. Under its name since 2026, which Megatron heeds before the older one, there is a `|`
-    where a pipeline stage begins, and behind a `/` each prediction layer
-    (megatron/core/models/hybrid/hybrid_layer_allocation.py)."""
-    said = args.get(HYBRID_PATTERN) or args.get("hybrid_override_pattern")
-    if not isinstance(said, str):
-        return said
-    layers, _, prediction = said.partition("/")
-    if prediction.strip("/"):
-        what = f"no family known here has the prediction layers of Megatron's {HYBRID_PATTERN}={shown(said)}"
-        raise UnknownArchitecture(what)
-    return layers.replace("|", "")
-
-
 def as_in_megatron(model: ModelShape) -> ModelShape:
     """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments."""
     return read_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
@@ -345,18 +206,20 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
 
 
 def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
-    heads, hidden = _need(args, "num_attention_heads", where), _need(args, "hidden_size", where)
+    heads, hidden = needed(args, "num_attention_heads", where), needed(args, "hidden_size", where)
     check_size(heads, "num_attention_heads")
-    num_layers = _need(args, "num_layers", where)
+    num_layers = needed(args, "num_layers", where)
     check_size(num_layers, "num_layers", MOST_LAYERS)
     distances = args.get("window_size")  # to the left and right, -1 without end; Hugging Face counts the token itself
     window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
-    epsilon = _norm_epsilon(args, where)
+    epsilon = norm_epsilon(args, where)
+    variants = (None, DSA_NAME, CSA_NAME, *DELTA_NET_NAMES)
+    one_of(args, "experimental_attention_variant", variants, None, where)
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
-    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if latent}
+    sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
     mla = MLA(**sizes) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     rope: dict[str, Any] = {
@@ -375,12 +238,12 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         what = f"no family of Mamba-2 mixers known here has Megatron's mtp_num_layers={shown(args['mtp_num_layers'])}"
         raise UnknownArchitecture(what, where=where)
     known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
-    kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
     no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
     if isinstance(no_rope, list | tuple):
         no_rope = [not each for each in no_rope]
-    rope_layers = _all_but_every(no_rope, num_layers) if no_rope else None
+    rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
     if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
         what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
         raise UnknownArchitecture(what, where=where)
@@ -390,26 +253,26 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         architecture="",
         num_layers=num_layers,
         hidden_size=hidden,
-        ffn_hidden_size=_need(args, "ffn_hidden_size", where),
+        ffn_hidden_size=needed(args, "ffn_hidden_size", where),
         num_attention_heads=heads,
-        num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
+        num_query_groups=needed(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
         kv_channels=args["v_head_dim"] if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
         make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default
-        max_position_embeddings=_need(args, "max_position_embeddings", where),
+        max_position_embeddings=needed(args, "max_position_embeddings", where),
         norm_epsilon=epsilon,
-        normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
+        normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         position_embedding="rope" if kind in ("yarn", "none") else kind,
         rotary_interleaved=bool(args.get("rotary_interleaved")),
         sliding_window=window,
-        window_layers=None if window is None or skipping is None else _all_but_every(skipping, num_layers),
+        window_layers=None if window is None or skipping is None else all_but_every(skipping, num_layers),
         rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None and csa is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
-        softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
+        softmax_offset=one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         qkv_bias=(biased and mla is None) or qkv_biased,
         proj_bias=biased,
@@ -418,10 +281,10 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")),
         mla=mla,
-        dsa=_read_dsa(args, num_layers),
+        dsa=read_dsa(args, num_layers),
         csa=csa,
         mhc=read_mhc(args),
-        moe=_read_moe(args, num_layers, biased, mamba, where),
+        moe=read_moe(args, num_layers, biased, mamba, where),
         mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
@@ -451,9 +314,9 @@ def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[
         return _read_yarn(args, "yarn_", where) | ({} if rounded else {"truncate": False})
     if mla is not None:
         # Of plain rotary positions, MLA heeds no scaling; but its scores are scaled as YaRN's are
-        if _one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
+        if one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
             return _read_yarn(args, "", where)
-        _one_of(args, "mscale_all_dim", (0, None), 0, where)
+        one_of(args, "mscale_all_dim", (0, None), 0, where)
         return None
     if args.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
@@ -465,83 +328,6 @@ def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[
 def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str, Any]:
     yarn = {key: args.get(prefix + argument, default) for argument, (key, default) in _YARN.items()}
     if not yarn["mscale_all_dim"]:  # transformers heeds the two together alone
-        _one_of(args, prefix + "mscale", (1, None), 1, where)
+        one_of(args, prefix + "mscale", (1, None), 1, where)
         del yarn["mscale"], yarn["mscale_all_dim"]
     return {"rope_type": "yarn", **yarn}
-
-
-def _entries(listed: Any) -> tuple[bool, ...]:
-    """A list with an entry for each layer, and no word, whose letters could be as many."""
-    if not isinstance(listed, list | tuple):
-        raise DamagedCheckpoint(f"{shown(listed)} where a list has an entry for each layer")
-    return tuple(bool(each) for each in listed)
-
-
-def _all_but_every(frequency: Any, num_layers: int) -> tuple[bool, ...]:
-    """`N`: all layers but every N-th; a list: 1 where it is one."""
-    if isinstance(frequency, int):
-        return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
-    return _entries(frequency)
-
-
-def _read_moe(
-    args: Mapping[str, Any], num_layers: int, biased: bool, mamba: Mamba2 | None, where: object
-) -> MoE | None:
-    if not args.get("num_experts"):
-        if mamba and "E" in mamba.pattern:
-            what = (
-                f"hybrid_override_pattern {shown(mamba.pattern)} has layers with experts, and num_experts is not said"
-            )
-            raise DamagedCheckpoint(what, where=where)
-        return None
-    found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
-    frequency = args.get("moe_layer_freq", 1)
-    if mamba:
-        freq = tuple(block == "E" for block in mamba.pattern)
-    elif isinstance(frequency, int):
-        freq = tuple(layer % frequency == 0 for layer in range(num_layers))
-    else:
-        freq = _entries(frequency)
-    defaults: dict[str, Any] = {
-        "topk": 2,
-        "ffn_hidden_size": args.get("ffn_hidden_size"),
-        "layer_freq": freq,
-        "router_bias": biased,
-    }
-    if found.get("group_topk"):
-        defaults["group_scores"] = found["topk"] // found["group_topk"]
-    _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus", None), None, where)
-    if args.get(BALANCING) in ("sinkhorn", "quantile_balancing"):  # these choose experts; others are losses alone
-        raise UnknownArchitecture(f"no family known here has Megatron's {BALANCING}={args[BALANCING]}", where=where)
-    softmax = found.get("score_function", "softmax") == "softmax"  # to others the other way means nothing
-    found["pre_softmax"] = bool(found.get("pre_softmax")) and softmax
-    found["n_hash_layers"] = args.get("moe_n_hash_layers") or 0
-    found["expert_bias"] = bool(found.get("expert_bias"))
-    found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
-    found["probs_on_input"] = bool(args.get("moe_apply_probs_on_input"))
-    found["latent_size"] = args.get("moe_latent_size")
-    factor = args.get("moe_router_topk_scaling_factor") or 1.0
-    return MoE(**(defaults | found), topk_scaling_factor=factor)
-
-
-def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
-    """What the arguments say of layers with a gated delta net: `N` gives attention to every N-th layer, a list has 1
-    for a delta net. None where there are none."""
-    known = (None, "dsa", CSA_NAME, *_DELTA_NET_NAMES)
-    if _one_of(args, "experimental_attention_variant", known, None, "") not in _DELTA_NET_NAMES:
-        return None
-    sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
-    return GatedDeltaNet(_all_but_every(args["linear_attention_freq"], args["num_layers"]), **sizes)
-
-
-def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:
-    value = args.get(name, default)
-    if value not in known:
-        raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(value)}", where=where)
-    return value
-
-
-def _need(args: Mapping[str, Any], name: str, where: object) -> Any:
-    if name not in args:
-        raise DamagedCheckpoint(f"no `{name}`", where=where, do="Is the file whole?")
-    return args[name]

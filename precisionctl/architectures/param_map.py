@@ -63,7 +63,8 @@ Layers = Literal[
 ]
 """Which layers have a row (`Row.layers`)."""
 
-_COMPRESSED = {"sparse": "C", "heavy": "H"}
+COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
+"""The letter, in a pattern of attention with compressed keys (CSA), of the layers that have such a row."""
 
 _BLOCKS = {"mamba": "M", "attention": "*", "dense": "-", "moe": "E"}
 """Where each layer is one block: the rows of which layers each letter of a pattern has."""
@@ -83,15 +84,14 @@ class Row:
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
     mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
     that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses (`hashed`), or scores (`scored`),
-    or all; of these, with
-    `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is the weight of a GEMM that
-    an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values` stay values in exports.
-    `keeps_dtype` says whether values stay as stored whatever dtype the target has, `integers` that they are whole
-    numbers, which do. `only_exported` is the weight of a GEMM that becomes codes in exports, though no FP8 recipe
-    computes it in FP8. A norm that is 1 more in Hugging
-    Face than in Megatron would lose bits on its way: with `wide_beside` it becomes FP32, and on the way back, when its
-    dtype is another one than that of the parameter of that name beside it, that dtype. `as_stored` is the same row
-    under the source's names, where those are not the ones to write.
+    or all; of these, with `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is
+    the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values`
+    stay values in exports. `keeps_dtype` says whether values stay as stored whatever dtype the target has, `integers`
+    that they are whole numbers, which do. `only_exported` is the weight of a GEMM that becomes codes in exports, though
+    no FP8 recipe computes it in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way:
+    with `wide_beside` it becomes FP32, and on the way back, when its dtype is another one than that of the parameter of
+    that name beside it, that dtype. `as_stored` is the same row under the source's names, where those are not the ones
+    to write.
     """
 
     names: str | tuple[str, ...]
@@ -211,8 +211,8 @@ class Row:
             return model.has_indexer(layer)
         if self.layers in ("windowed", "global"):
             return model.in_window(layer) == (self.layers == "windowed")
-        if self.layers in _COMPRESSED:
-            return model.csa is not None and model.csa.pattern[layer] == _COMPRESSED[self.layers]
+        if self.layers in COMPRESSED:
+            return model.csa is not None and model.csa.pattern[layer] == COMPRESSED[self.layers]
         if self.layers in ("hashed", "scored"):
             return model.has_experts(layer) and model.is_hashed(layer) == (self.layers == "hashed")
         return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")

@@ -4,13 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from precisionctl.architectures.expert_args import CAPACITY
 from precisionctl.architectures.families import models_of_megatron_args, table_of
-from precisionctl.architectures.megatron_args import (
-    CAPACITY,
-    INDEXER_NORM_EPSILON,
-    indexer_norm_epsilon,
-    otherwise_in_megatron,
-)
+from precisionctl.architectures.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer

@@ -33,7 +33,13 @@ def input_amaxes(
 ) -> dict[str, Tensor]:
     """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
     MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state. If it is in a layer
-    of multi-token prediction or the model is not `tabled`, nothing here computes it, and this is Unrecordable."""
+    of multi-token prediction, of a weight that is codes in exports alone, or the model is not `tabled`, no command
+    records it, and this is Unrecordable."""
+    if exported := [name for job in jobs if job.row.only_exported for name in job.writes]:
+        kinds = dict.fromkeys("*." + name.removesuffix(".weight").rpartition(".")[2] for name in exported)
+        left = " ".join(f"--exclude '{kind}'" for kind in kinds)
+        what = f"no command records the input of `{exported[0]}`, which no recipe multiplies in FP8"
+        raise Unrecordable(what, do=f"{left} leaves such weights in BF16. Or {_BY_ENGINE}")
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
         of = f"{counted(len(modules), 'module')}, e.g. `{next(iter(modules), '')}`,"

@@ -4,12 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron_args import (
-    CAPACITY,
-    otherwise_in_megatron,
-    read_megatron_args,
-    to_megatron_args,
-)
+from precisionctl.architectures.expert_args import CAPACITY
+from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture

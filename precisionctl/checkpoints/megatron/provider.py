@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 
-from precisionctl.architectures.megatron_args import BALANCING, CAPACITY, HYBRID_PATTERN, WITHOUT
+from precisionctl.architectures.expert_args import BALANCING, CAPACITY
+from precisionctl.architectures.megatron_args import WITHOUT
+from precisionctl.architectures.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.model_shape import ModelShape
 from precisionctl.untrusted.safe_files import has_file, read_file

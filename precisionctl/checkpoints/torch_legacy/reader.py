@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.megatron_args import read_delta_net, read_mamba
+from precisionctl.architectures.indexer_args import DSA_NAME
+from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
+from precisionctl.architectures.streams_args import CSA_NAME
 from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
@@ -119,7 +121,7 @@ class LegacyReader(MegatronDirectory):
         However layers are distributed (evenly, with another number on the first or last stage, or by a layout), stage i
         of pipeline rank p is virtual stage i * pipeline + p, and layers are numbered in the order of virtual stages.
         """
-        indexed = self.args.get("experimental_attention_variant") in ("dsa", "dsv4_hybrid")
+        indexed = self.args.get("experimental_attention_variant") in (DSA_NAME, CSA_NAME)
         stages = [(rank, [local_names(chunk, rank.path, indexed) for chunk in rank.chunks]) for rank in self._ranks]
         virtual = {len(chunks) for _, chunks in stages}
         if len(virtual) > 1:

@@ -58,22 +58,17 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
 }
 
-BESIDE_MLA: Mapping[str, object] = {
-    "qk_layernorm": False,
-    "qk_l2_norm": False,
-    "v_l2_norm": False,
+GROUPED_QUERIES_ALONE: Mapping[str, object] = {
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
+    **dict.fromkeys(("clip_qkv", "softplus_gate", "query_pre_attn_scalar"), None),
     "attention_value_scale": 1.0,
-    "clip_qkv": None,
-    "keys_are_values": False,
-    "attention_output_gate": False,
     "pre_layernorms": True,
-    "parallel_residual": False,
-    "query_pre_attn_scalar": None,
-    "rotary_percent": 1.0,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
+    **dict.fromkeys(("parallel_residual", "add_bias_linear", "add_qkv_bias"), False),
 }
-"""What latent attention computes of these; grouped queries heed them."""
+"""What latent attention, and that with compressed keys, compute of these; grouped queries heed them."""
+
+BESIDE_MLA: Mapping[str, object] = {**GROUPED_QUERIES_ALONE, "rotary_percent": 1.0}
+"""What layers with latent attention compute of these."""
 
 BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True}
 """What layers with experts compute of these; dense ones heed them."""
@@ -99,23 +94,18 @@ BESIDE_MIXERS: Mapping[str, object] = {
 }
 """What a model whose layers are one block each, some of them Mamba-2 mixers, computes of these; others heed them."""
 
-
 BESIDE_CSA: Mapping[str, object] = {
-    **BESIDE_EXPERTS,
+    **GROUPED_QUERIES_ALONE,
     **dict.fromkeys(("mla", "dsa", "gdn", "mamba", "global_attention", "rope_layers", "sliding_window"), None),
-    **dict.fromkeys(
-        ("attention_chunk_size", "query_pre_attn_scalar", "query_scaling_beta", "per_layer_embed_dim"), None
-    ),
-    **dict.fromkeys(("attn_logit_softcapping",), None),
-    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
-    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual", "post_layernorms"), False),
-    **dict.fromkeys(("layer_scalar", "add_bias_linear", "add_qkv_bias"), False),
+    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "query_scaling_beta"), None),
+    **dict.fromkeys(("per_layer_embed_dim", "v_head_dim"), None),
+    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "post_layernorms", "layer_scalar"), False),
     "position_embedding": "rope",
     "residual_multiplier": 1.0,
     "num_query_groups": 1,
     "num_kv_shared_layers": 0,
 }
-"""What layers with compressed keys compute of these; other attention heeds them."""
+"""What layers with compressed keys compute of these."""
 
 
 def check(model: ModelShape) -> None:
@@ -144,16 +134,16 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
         "mhc": model.mhc and not model.csa,
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
-        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.latent_experts),
+        "moe.own_norms": model.moe and model.moe.own_norms and (model.mamba or model.csa or model.latent_experts),
         "moe.sparsemixer_eps": model.moe
         and model.moe.sparsemixer_eps
-        and (model.moe.score_function == "sigmoid" or model.moe.expert_bias or model.moe.num_groups),
+        and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
         and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused_kv),
         "clip_qkv": model.clip_qkv and model.attention_output_gate,
         "softplus_gate": model.softplus_gate
-        and (model.mla or model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
+        and (model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,
         "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),

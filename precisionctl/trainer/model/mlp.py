@@ -18,6 +18,7 @@ from precisionctl.model_shape import Activation, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import gpu_kernels
+from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -215,25 +216,20 @@ class Router(nn.Module):
 
     def _of_scores(self, logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """The largest scores, or those of the experts that a token's id says, as weights; and whose they are."""
-        if self.moe.score_function == "sigmoid":
-            scores = logits.sigmoid()
-        elif self.moe.score_function == "sqrtsoftplus":
-            scores = F.softplus(logits).sqrt()
-        else:
-            scores = logits.softmax(-1) if self.moe.pre_softmax or self.moe.expert_bias else logits
+        softmax = self.moe.score_function == "softmax"
+        of_chosen = softmax and not self.moe.pre_softmax
+        scores = logits if of_chosen and not self.moe.expert_bias else SCORES[self.moe.score_function](logits)
         wanted = scores if self.expert_bias is None else scores + self.expert_bias
         if self.tid2eid is None:
             chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
         else:
             assert ids is not None, "the layer gives them"
             chosen = self.tid2eid[ids]
+        if of_chosen:  # the softmax over the chosen logits: chosen scores over their sum
+            return logits.gather(1, chosen).softmax(-1), chosen
         weights = scores.gather(1, chosen)
-        if self.moe.score_function != "softmax" and not self.moe.probs_on_input and not self.moe.pre_softmax:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        elif self.moe.score_function == "softmax" and not self.moe.pre_softmax:
-            # the softmax over the chosen logits: chosen scores over their sum
-            weights = logits.gather(1, chosen).softmax(-1)
-        return weights, chosen
+        apart = softmax or self.moe.probs_on_input or self.moe.pre_softmax
+        return weights if apart else over_their_sum(weights), chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
         """Scores `[T, experts]` with those outside the best groups at minus infinity."""

@@ -4,11 +4,11 @@ Letters: L layers with experts, B rows, S tokens of a row, E experts, K experts 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_parts import MoE
 from precisionctl.trainer.model.router_balance import Balance
+from precisionctl.trainer.model.router_scores import SCORES, over_their_sum
 from precisionctl.trainer.parallel.world import World
 
 
@@ -55,11 +55,9 @@ class RouterLosses:
             self._loads[expert_bias] = self._loads.get(expert_bias, 0) + self._count(chosen).sum(0)
         if not self.names:
             return
-        scores = logits.softmax(-1)
+        scores = SCORES[self._moe.score_function](logits)
         if self._moe.score_function != "softmax":
-            of_roots = self._moe.score_function == "sqrtsoftplus"
-            scores = F.softplus(logits).sqrt() if of_roots else logits.sigmoid()
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            scores = over_their_sum(scores)
         by_score = scores.topk(self._moe.topk).indices if self._moe.expert_bias or self._moe.num_groups else chosen
         of_experts = torch.einsum("bse,bs->be", scores.view(*self._real.shape, -1), self._real)
         squares = logits.logsumexp(-1).square().view_as(self._real) * self._real

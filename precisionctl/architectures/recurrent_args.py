@@ -1,0 +1,79 @@
+"""Megatron's arguments that describe gated delta nets and Mamba-2 mixers, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.architectures.args_said import all_but_every
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_parts import GatedDeltaNet, Mamba2
+from precisionctl.model_shape import ModelShape
+
+HYBRID_PATTERN = "hybrid_layer_pattern"
+_DELTA_NET = {  # argument, field of GatedDeltaNet
+    "linear_num_key_heads": "num_key_heads",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_key_head_dim": "key_head_dim",
+    "linear_value_head_dim": "value_head_dim",
+    "linear_conv_kernel_dim": "conv_kernel_dim",
+}
+DELTA_NET_NAMES = ("gated_delta_net", "gdn")
+"""Of `experimental_attention_variant`: the second since 2026, which still takes the first."""
+_MAMBA = {  # argument, field of Mamba2
+    "hybrid_override_pattern": "pattern",
+    "mamba_num_heads": "num_heads",
+    "mamba_head_dim": "head_dim",
+    "mamba_num_groups": "num_groups",
+    "mamba_state_dim": "state_dim",
+}
+
+
+def delta_net_args(model: ModelShape) -> dict[str, Any]:
+    """Arguments since megatron-core 0.15; older versions do not know the words."""
+    if model.gdn is None:
+        return {}
+    return {
+        "experimental_attention_variant": DELTA_NET_NAMES[0],
+        **{argument: getattr(model.gdn, field) for argument, field in _DELTA_NET.items()},
+        "linear_attention_freq": [int(each) for each in model.gdn.layers],
+    }
+
+
+def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
+    """The inverse: `N` gives attention to every N-th layer, a list has 1 for a delta net. None where there are none."""
+    if args.get("experimental_attention_variant") not in DELTA_NET_NAMES:
+        return None
+    sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
+    return GatedDeltaNet(all_but_every(args["linear_attention_freq"], args["num_layers"]), **sizes)
+
+
+def mamba_args(model: ModelShape) -> dict[str, Any]:
+    """Arguments of layers of one block each, some of them Mamba-2 mixers."""
+    if model.mamba is None:
+        return {}
+    return {"is_hybrid_model": True, **{name: getattr(model.mamba, field) for name, field in _MAMBA.items()}}
+
+
+def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
+    """The inverse; None where there are none. Raises UnknownArchitecture where prediction layers stand behind them."""
+    pattern = _hybrid_pattern(args)
+    if not (args.get("is_hybrid_model") or pattern):
+        return None
+    defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
+    defaults["hybrid_override_pattern"] = pattern
+    if defaults.get("mamba_num_heads") is None:
+        defaults["mamba_num_heads"] = 2 * args["hidden_size"] // defaults["mamba_head_dim"]
+    return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
+
+
+def _hybrid_pattern(args: Mapping[str, Any]) -> Any:
+    """A letter for each layer. Under its name since 2026, which Megatron heeds before the older one, there is a `|`
+    where a pipeline stage begins, and behind a `/` each prediction layer
+    (megatron/core/models/hybrid/hybrid_layer_allocation.py)."""
+    said = args.get(HYBRID_PATTERN) or args.get("hybrid_override_pattern")
+    if not isinstance(said, str):
+        return said
+    layers, _, prediction = said.partition("/")
+    if prediction.strip("/"):
+        what = f"no family known here has the prediction layers of Megatron's {HYBRID_PATTERN}={shown(said)}"
+        raise UnknownArchitecture(what)
+    return layers.replace("|", "")
