@@ -25,7 +25,7 @@ from precisionctl.architectures.megatron_args import read_megatron_args, to_mega
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
@@ -188,6 +188,24 @@ def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:
 )
 def test_what_the_table_does_not_know_is_refused_by_its_key(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UnknownArchitecture, match=said):
+        from_hf_config(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compress_ratios": [0, 4, 128, 128, 0]}, "compress_ratios is"),
+        ({"num_hash_layers": 2}, "num_hash_layers is 2"),
+        ({"num_hash_layers": -1}, "num_hash_layers is -1"),
+        ({"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": "yarn"}}, "rotary"),
+        ({"rope_parameters": {**deepseek_v4.YARN, "main": [], "compress": None}}, "rotary"),
+    ],
+    ids=str,
+)
+def test_what_keys_say_two_ways_or_no_way_is_no_model(changes: dict[str, Any], said: str) -> None:
+    """transformers goes by its own words and engines by published ones; it refuses rotary parameters that are none,
+    and without them layers with compressed keys would have no YaRN."""
+    with pytest.raises(DamagedCheckpoint, match=said):
         from_hf_config(config(**changes))
 
 
