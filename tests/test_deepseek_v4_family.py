@@ -209,6 +209,24 @@ def test_what_the_table_does_not_know_is_refused_by_its_key(changes: dict[str, A
         from_hf_config(config(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compress_ratios": [0, 4, 128, 128, 0]}, "compress_ratios is"),
+        ({"num_hash_layers": 2}, "num_hash_layers is 2"),
+        ({"num_hash_layers": -1}, "num_hash_layers is -1"),
+        ({"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": "yarn"}}, "rotary"),
+        ({"rope_parameters": {**deepseek_v4.YARN, "main": [], "compress": None}}, "rotary"),
+    ],
+    ids=str,
+)
+def test_what_keys_say_two_ways_or_no_way_is_no_model(changes: dict[str, Any], said: str) -> None:
+    """transformers goes by its own words and engines by published ones; it refuses rotary parameters that are none,
+    and without them layers with compressed keys would have no YaRN."""
+    with pytest.raises(DamagedCheckpoint, match=said):
+        from_hf_config(config(**changes))
+
+
 def test_other_rates_convert_without_a_table_and_not_to_megatron(tmp_path: Path) -> None:
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
     deepseek_v4.publish(tmp_path / "source", compress_rates=rates)

@@ -62,6 +62,36 @@ def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str,
         from_hf_config(config(family, **{key: value}))
 
 
+WRITTEN = [
+    ("mimo-v2-flash", {"sliding_window": 1}),
+    ("mimo-v2-flash", {"sliding_window_size": 0}),
+    *(
+        (
+            family,
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 5e5,
+                        "partial_rotary_factor": 0.5,
+                        "factor": 2.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+                }
+            },
+        )
+        for family in ("mimo-v2-flash", "laguna")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), WRITTEN, ids=str)
+def test_what_is_written_of_a_model_is_that_model(family: str, changes: dict[str, Any]) -> None:
+    """A window of the token alone, and pairs of which some stand still."""
+    model = from_hf_config(config(family, **changes))
+    assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+
+
 PUBLISHED = {  # XiaomiMiMo/MiMo-V2-Flash: config.json, but for sizes
     "rope_theta": 5000000,
     "swa_rope_theta": 10000,

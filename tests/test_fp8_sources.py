@@ -1,6 +1,7 @@
 """Hugging Face directories in FP8 as sources of every command: what their codes decode to, and where it goes."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -163,6 +165,21 @@ def test_a_scale_with_too_few_rows_is_damage(tmp_path: Path) -> None:
     with pytest.raises(
         DamagedCheckpoint, match=r"up_proj.weight_scale_inv has shape \[2, 2\] \(float32\) for a weight of \[320, 192\]"
     ):
+        HuggingFaceReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda scale: scale.T, torch.Tensor.int, torch.Tensor.bool], ids=["row", "int", "bool"]
+)
+def test_what_cannot_be_scales_of_channels_is_damage(tmp_path: Path, spoil: Callable[[Tensor], Tensor]) -> None:
+    """A row of as many, for a square weight, is one scale for each input; and no tool stores scales as integers, but
+    for exponents in bytes."""
+    fp8_directories.make(tmp_path, "fbgemm")
+    file = tmp_path / "model.safetensors"
+    stored, name = load_file(file), "model.layers.0.self_attn.q_proj.weight_scale"
+    stored[name] = spoil(stored[name]).contiguous()
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpoint, match=r"q_proj.weight_scale has shape .* for a weight of \[64, 64\]"):
         HuggingFaceReader(tmp_path)
 
 

@@ -223,6 +223,20 @@ def test_scales_of_a_layer_that_is_not_there_are_refused_like_any_tensor(source:
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", None])
+def test_two_scales_of_a_cache_that_differ_are_damage(source: Path, tmp_path: Path, kv_cache: str | None) -> None:
+    """Under the older name and the newer one, of which one would be taken and the other forgotten."""
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    attention = "model.layers.0.self_attn"
+    older = {f"{attention}.{k}_proj.output_scale": stored[f"{attention}.{k}_scale"].clone() for k in "kv"}
+    wanted = Request.export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic", kv_cache=kv_cache)  # type: ignore[arg-type]
+    save_file(stored | older, tmp_path / "out" / "model.safetensors")
+    plan_command(wanted)
+    save_file(stored | {name: 2 * scale for name, scale in older.items()}, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="another scale of the same cache"):
+        plan_command(wanted)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", None])
 def test_an_export_tells_of_scales_that_are_of_no_cache(source: Path, tmp_path: Path, kv_cache: str | None) -> None:
     """Among the encodings that a Megatron checkpoint keeps: of a layer without attention, say, or of queries."""
     export(source, tmp_path / "out", "vllm", "dynamic")

@@ -1,6 +1,7 @@
 """The arguments that Megatron-LM takes from a checkpoint, and the model that we take from them."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from pico import make, shape
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.notes import family_notes
@@ -213,3 +215,15 @@ def test_a_missing_argument_is_named():
     del args["hidden_size"]
     with pytest.raises(DamagedCheckpoint, match="hidden_size"):
         from_megatron_args(args, 64, "args")
+
+
+def test_weights_of_norms_that_have_none_are_zeros_to_which_one_is_added(tmp_path):
+    """Without `--apply-layernorm-1p` the zeros that are stored of an OLMo would be its factors."""
+    model = shape("olmo")
+    args, rows = to_megatron_args(model), model.padded_vocab_size
+    off = args | {"apply_layernorm_1p": False, "layernorm_zero_centered_gamma": False}
+    config = Companions(files={"config.json": json.dumps(to_hf_config(model, "bfloat16")).encode()})
+    specs = {"embedding.word_embeddings.weight": TensorSpec((rows, model.hidden_size), DType.bfloat16)}
+    assert model_of(tmp_path, args, config, specs).architecture == "olmo"
+    with pytest.raises(DamagedCheckpoint, match="layernorm_zero_centered_gamma is off"):
+        model_of(tmp_path, off, config, specs)

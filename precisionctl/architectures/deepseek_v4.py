@@ -27,7 +27,7 @@ from precisionctl.architectures.deepseek_v4_rows import ROWS_OF_MODEL
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import PARAMETERS, read_rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import CSA, real
+from precisionctl.model_parts import CSA, MOST_LAYERS, check_count, real
 from precisionctl.model_shape import ModelShape
 
 _KINDS = {"sliding_attention": "W", "compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}
@@ -59,14 +59,22 @@ def _read_layers(config: Config, where: object) -> Fields:
     for key, rate in {"compress_rate_csa": "C", "compress_rate_hca": "H"}.items():
         if config.get(key) not in (None, CSA.RATIOS[rate]):
             raise UnknownArchitecture(f"{key}={shown(config[key])}", where=where)
-    kinds = _listed(config, "layer_types", _KINDS, where) or _listed(config, "compress_ratios", _BY_RATIO, where)
+    listed = _listed(config, "layer_types", _KINDS, where), _listed(config, "compress_ratios", _BY_RATIO, where)
+    if None not in listed and listed[0] != listed[1]:
+        said = shown(config["compress_ratios"])
+        what = f"compress_ratios is {said}, and transformers goes by layer_types, which differ"
+        raise DamagedCheckpoint(what, where=where, do="Engines go by compress_ratios: say the same in both.")
+    kinds = listed[0] or listed[1]
     if kinds is None:
         kinds = ["H"] * min(count, 2) + ["C" if layer % 2 else "H" for layer in range(count - 2)]
-    routers = _listed(config, "mlp_layer_types", _ROUTERS, where)
-    if routers is None:
-        said = config.get("num_hash_layers")
-        hashed = min(3 if said is None else said, count)
-    else:
+    routers, hashed = _listed(config, "mlp_layer_types", _ROUTERS, where), config.get("num_hash_layers")
+    if hashed is not None:
+        check_count(hashed, "num_hash_layers", MOST_LAYERS)
+    hashed = min(3 if hashed is None else hashed, count)
+    if routers is not None:
+        if config.get("num_hash_layers") is not None and hashed != sum(routers):
+            what = f"num_hash_layers is {hashed}, and transformers goes by mlp_layer_types, which differ"
+            raise DamagedCheckpoint(what, where=where, do="Engines go by num_hash_layers: say the same in both.")
         hashed = sum(routers)
         if not all(routers[:hashed]):
             raise UnknownArchitecture("mlp_layer_types: hash_moe after moe", where=where)
@@ -111,6 +119,8 @@ def _read_rope(config: Config, where: object) -> Fields:
     if not isinstance(said, Mapping):
         raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
     main, compressed = said.get("main"), said.get("compress")
+    if any(each is not None and not isinstance(each, Mapping) for each in (main, compressed)):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}", where=where)
     if isinstance(main, Mapping) and isinstance(compressed, Mapping):
         absent = {"partial_rotary_factor": 1.0}
         main, compressed = absent | dict(main), absent | dict(compressed)

@@ -185,9 +185,9 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     """The same model as one of this family, if writing and reading its config.json gives it back."""
     try:
         told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
+        told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
     except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have
         return None
-    told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
     mine = model
     if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ in it
         mine = dataclasses.replace(model, moe=dataclasses.replace(model.moe, group_scores=told.moe.group_scores))

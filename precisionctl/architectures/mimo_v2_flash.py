@@ -155,7 +155,7 @@ def _write_attention(model: ModelShape) -> Config:
     in_global = model.num_query_groups // 2 if all(windows) else without.num_query_groups
     fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": model.moe and model.moe.layer_freq}
     window = model.sliding_window
-    seen = {} if window is None or window < 2 else {"sliding_window": window, "sliding_window_size": window - 1}
+    seen = {} if window is None else {"sliding_window": window, "sliding_window_size": window - 1}
     return {
         **_published(windows, in_global, fields),
         **dict(

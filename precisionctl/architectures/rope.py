@@ -168,9 +168,9 @@ def write_rope_of_kinds(model: ModelShape) -> Config:
     without = model.attention_of(in_window=False)
     everywhere = {
         "rope_type": "default",
-        **(model.rope_scaling or {}),
-        "rope_theta": model.rotary_base,
         "partial_rotary_factor": without.rotary_percent,
+        **(model.rope_scaling or {}),  # a proportional one has a share of its own
+        "rope_theta": model.rotary_base,
     }
     local = {
         "rope_type": "default",

@@ -186,7 +186,10 @@ def _stored(encodings: WeightEncodings | None, places: Sequence[tuple[str, str]]
     values: dict[str, float] = {}
     for kind, name in places:
         assert encodings is not None, "places are those of a source"
-        values[kind] = float(read_tensor(encodings.stored, name).float().reshape(()))
-        if not 0 < values[kind] < float("inf"):
+        value = float(read_tensor(encodings.stored, name).float().reshape(()))
+        if not 0 < value < float("inf"):
             raise DamagedCheckpoint(f"{name} holds a scale that is not a positive number", where=encodings.path)
+        if values.setdefault(kind, value) != value:
+            what = f"{name} is {value:.6g}, and another scale of the same cache {values[kind]:.6g}"
+            raise DamagedCheckpoint(what, where=encodings.path)
     return CacheScale(values["k"], values["v"]) if values.keys() >= {"k", "v"} else None

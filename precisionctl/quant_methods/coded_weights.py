@@ -162,7 +162,9 @@ def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
     grid = grid_shape(weight.rows, weight.columns, size)
     if form.packing and weight.columns % size[1]:
         return False
-    return (not form.scales or scale.dtype in form.scales) and _without_ones(scale.shape) == _without_ones(grid)
+    numbers = scale.dtype.is_floating_point or scale.dtype == DType.uint8  # the latter are exponents (`encoding`)
+    known = scale.dtype in form.scales if form.scales else numbers
+    return known and _as_grid(scale.shape) == grid
 
 
 def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
@@ -257,10 +259,12 @@ def _attention(scale: str) -> str:
     return module
 
 
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
-    """A grid's shape as every tool spells it: `[]`, `[1]` and `[1, 1]`; `[rows]` and `[rows, 1]`; ModelOpt's
+def _as_grid(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A grid's shape from those that tools store it in: `[]`, `[1]` and `[1, 1]`; `[rows]` and `[rows, 1]`; ModelOpt's
     `[rows / 128, 1, columns / 128, 1]`."""
-    return [size for size in shape if size != 1]
+    if len(shape) == 4 and shape[1] == shape[3] == 1:
+        return shape[0], shape[2]
+    return shape if len(shape) > 1 else (*shape, 1, 1)[:2]
 
 
 def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
