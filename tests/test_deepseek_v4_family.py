@@ -76,6 +76,17 @@ def test_published_files_go_to_megatron_and_come_back_as_they_were(tmp_path: Pat
     assert same(tmp_path / "source", tmp_path / "megatron")
 
 
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_the_layer_within_a_prediction_layer_has_the_name_that_megatron_stores(container: Any, tmp_path: Path) -> None:
+    """It is `mtp_model_layer` in memory, and stored as `transformer_layer` (transformer/multi_token_prediction.py,
+    sharded_state_dict)."""
+    deepseek_v4.publish(tmp_path / "source", **SIZES)
+    run(tmp_path / "source", tmp_path / "megatron", "megatron", container=container)
+    inner = {name.split(".")[3] for name in open_checkpoint(tmp_path / "megatron").specs if name[0] == "m"}
+    assert "transformer_layer" in inner and "mtp_model_layer" not in inner
+    assert same(tmp_path / "source", tmp_path / "megatron")
+
+
 def test_a_table_of_int32_stays_one(tmp_path: Path) -> None:
     model = deepseek_v4.make(**SIZES)
     for layer in model.model.layers[:1]:
