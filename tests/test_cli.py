@@ -402,15 +402,20 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_convert_ends_with_the_next_command_and_that_one_works(tmp_path):
-    """Llama 3's rotary scaling is nothing that Megatron-LM's flags say: `launch-args` would refuse it."""
-    plain, scaled = tmp_path / "plain model", tmp_path / "llama-3"
+    """Llama 3's rotary scaling is nothing that Megatron-LM's flags say, nor is that of gpt-oss, which Megatron-Core
+    computes: `launch-args` would refuse both."""
+    plain, scaled, computed = (tmp_path / name for name in ("plain model", "llama-3", "gpt-oss"))
     pico.save(plain, "llama-2", dtype=torch.bfloat16)
     pico.save(scaled, "llama-3", dtype=torch.bfloat16)
+    pico.save(computed, "gpt-oss", dtype=torch.bfloat16)
     trained = tmp_path / "run"
     deepspeed_files.save(trained, deepspeed_files.states_of(load_file(plain / "model.safetensors")), 1, 2)
     begun = {
         "To continue in Megatron-LM: precisionctl launch-args ": [(plain, "megatron")],
-        "To compare both: precisionctl verify ": [(scaled, "megatron"), (plain, "dcp"), (plain, "torchtitan")],
+        "To compare both: precisionctl verify ": [
+            *((source, "megatron") for source in (scaled, computed)),
+            *((plain, to) for to in ("dcp", "torchtitan")),
+        ],
         "To see what it holds: precisionctl inspect ": [
             (trained, "deepspeed", "--reference", plain),
             *((scaled, "megatron", *more) for more in (["--precision", "fp32"], ["--verify"])),

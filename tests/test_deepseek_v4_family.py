@@ -23,6 +23,7 @@ from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.architectures.param_map import names
+from precisionctl.checkpoints.dcp import read_index
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
@@ -81,6 +82,17 @@ def test_published_files_go_to_megatron_and_come_back_as_they_were(tmp_path: Pat
     assert same(tmp_path / "source", tmp_path / "megatron")
 
 
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_the_layer_within_a_prediction_layer_has_the_name_that_megatron_stores(container: Any, tmp_path: Path) -> None:
+    """It is `mtp_model_layer` in memory, and stored as `transformer_layer` (transformer/multi_token_prediction.py,
+    sharded_state_dict)."""
+    deepseek_v4.publish(tmp_path / "source", **SIZES)
+    run(tmp_path / "source", tmp_path / "megatron", "megatron", container=container)
+    inner = {name.split(".")[3] for name in open_checkpoint(tmp_path / "megatron").specs if name[0] == "m"}
+    assert "transformer_layer" in inner and "mtp_model_layer" not in inner
+    assert same(tmp_path / "source", tmp_path / "megatron")
+
+
 def test_a_table_of_int32_stays_one(tmp_path: Path) -> None:
     model = deepseek_v4.make(**SIZES)
     for layer in model.model.layers[:1]:
@@ -122,6 +134,18 @@ def test_what_transformers_saves_is_read_and_written_under_published_names(tmp_p
     theirs = load_whole(DeepseekV4ForCausalLM, tmp_path / "back")
     expected = model.state_dict()
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_state_dict_has_the_names_that_transformers_has_in_memory_and_is_read_again(tmp_path: Path) -> None:
+    """Some are those that it saves, which are another spelling."""
+    model = deepseek_v4.make(**SIZES)
+    model.save_pretrained(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "dcp", "hf", container="dcp")
+    specs = read_index(tmp_path / "dcp").tensors
+    assert {name.removeprefix("model.") for name in specs} == model.state_dict().keys()
+    assert same(tmp_path / "saved", tmp_path / "dcp")
+    run(tmp_path / "dcp", tmp_path / "back", "hf")
+    assert stored(tmp_path / "back").keys() == deepseek_v4.native(model).keys()
 
 
 def both(directory: Path) -> tuple[DeepseekV4ForCausalLM, GPT]:

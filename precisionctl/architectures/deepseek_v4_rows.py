@@ -10,6 +10,7 @@ output projection by groups has no `.weight` in Megatron.
 from dataclasses import replace
 from typing import Literal
 
+from precisionctl.architectures.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import FUSED, experts
 from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GATE_UP, SCALAR, VOCABULARY
@@ -205,7 +206,7 @@ _PREDICTION = (
         )
         for name in ("e_proj", "h_proj")
     ),
-    *renamed((*_LAYER, *_EXPERTS), {_HF: "mtp.{mtp}."}, {_MEGATRON: "mtp.layers.{mtp}.mtp_model_layer."}),
+    *renamed((*_LAYER, *_EXPERTS), {_HF: "mtp.{mtp}."}, PREDICTION_LAYER),
     *_head("mtp.{mtp}.", "mtp.layers.{mtp}."),
 )
 

@@ -294,7 +294,9 @@ class Architecture:
             if isinstance(row, Row):
                 rows.append(row)
                 continue
-            second = row.also if _any_stored(row.also, stored, model) else row.second
+            second_names = {each.hf for each in row.second}
+            third = tuple(each for each in row.also if each.hf not in second_names)
+            second = row.also if _any_stored(third, stored, model) else row.second
             if (
                 (row.only_read and _any_stored(row.second, wanted, model))
                 or (in_memory and row.in_memory)

@@ -16,7 +16,7 @@ from pathlib import Path
 from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Chunk, Hints, whole
 from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
-from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices
 from precisionctl.checkpoints.trainer_directory import TrainerDirectory, says_its_model
 from precisionctl.checkpoints.trainer_run import (
@@ -49,9 +49,6 @@ _INSIDE_MODEL = (
 )
 """The beginnings of names inside a model. If one of them follows `model.`, or the key of a program's own dict, that is
 a wrapper's and not the model's own."""
-_STACK = re.compile(r".+\.experts\.[a-z_]+")
-_MOST_EXPERTS = 1 << 18
-
 
 _OF_MUON = (
     "Nesterov, scale and Newton-Schulz steps of Muon, which Megatron has from its own --muon-* (and it takes gate and "
@@ -111,9 +108,9 @@ class DcpModelReader(TrainerDirectory):
         """The tensors by name, without what wrappers put before it, one for each expert of a stack."""
         prefix = _wrapper(named)
         stored = {name.removeprefix(prefix): one for name, one in named.items()}
-        stacks = {name for name, one in stored.items() if _STACK.fullmatch(name) and len(one.shape) > 1}
-        if sum(stored[name].shape[0] for name in stacks) > _MOST_EXPERTS:
-            raise DamagedCheckpoint(f"more than {_MOST_EXPERTS} experts", where=self.path)
+        stacks = {name for name, one in stored.items() if is_stack(name, TensorSpec(one.shape, one.dtype))}
+        if sum(stored[name].shape[0] for name in stacks) > MOST_SLICES:
+            raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self.path)
         found: dict[str, LogicalTensor] = {}
         for name, one in stored.items():
             if stored_name(name)[1] is not None:

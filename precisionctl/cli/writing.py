@@ -229,13 +229,13 @@ def do(request: "Request", how: Writing) -> None:
 def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) -> str:
     """What to do with a result, as a command: the last line that is printed. `compared` says that it has been compared
     with its source already."""
-    from precisionctl.architectures.megatron_args import otherwise_in_megatron
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.launch.megatron_lm import has_flags
 
     path = shlex.quote(str(command.output.path))
     if isinstance(command.writer, HuggingFaceWriter):
         return f"To the Hub: hf upload ORG/NAME {path}"
-    if request.to == "megatron" and not otherwise_in_megatron(command.plan.model):  # else it would be refused
+    if request.to == "megatron" and has_flags(command.plan.model):  # else it would be refused
         return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
     # `verify` takes the newest iteration, cannot be told a family, and finds rounded values and masters different
     other_values = request.precision != "keep" or (request.is_state_dict and command.trained)

@@ -1,6 +1,6 @@
 """Results whose weights are FP8 codes: for an inference engine, or the codes that they were before."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def for_engine(request: Request, source: Source) -> Result:
         scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme, why)
+    _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
     if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # no note on outdated state: the choice of the scheme names it
@@ -92,12 +93,7 @@ def for_engine(request: Request, source: Source) -> Result:
         )
     coded = {name for job in policy.jobs for name in job.writes}
     values = (name for name in source.plan.targets if name not in coded)
-    if found := engine.check_blocks(model.architecture, scheme, values):
-        raise PrecisionError(
-            f"{engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
-            where=found[0].where,
-            do="Choose `export-inference --scheme block`, with all linears of that name.",
-        )
+    _check_blocks(engine, model.architecture, scheme, values)
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
@@ -126,6 +122,17 @@ def for_engine(request: Request, source: Source) -> Result:
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:
+    """Raise PrecisionError if an engine multiplies some linears as blocks alone, and does not get them: by the scheme,
+    or as these `values`."""
+    if found := engine.check_blocks(architecture, scheme, values):
+        raise PrecisionError(
+            f"{engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
+            where=found[0].where,
+            do="Choose `export-inference --scheme block`, with all linears of that name.",
+        )
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:

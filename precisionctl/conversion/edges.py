@@ -92,18 +92,20 @@ def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, plan: 
     if kept or not found:
         yield f"{len(set(kept) - changed.keys())} of {len(kept)} weights have the same codes and scales as before."
     if others := [name for name in kept if name in changed]:
+        # of new values nobody has the codes from before: what they would be under the old scales is compared
+        codes = _counted("codes differ from what the old scales give", others, changed, encodings)
         yield (
             f"{len(others)} have blocks with new scales (their values have changed, their rows were split, or other "
-            f"blocks were asked for): {_counted('codes', others, changed, encodings)}"
+            f"blocks were asked for): {codes}"
         )
     for edge in dict.fromkeys(found.values()):
         names = [name for name in found if found[name] == edge]
         rounded = [name for name in names if changed.get(name)]
-        what = _counted("values", rounded, changed, encodings) if rounded else "no value differs."
+        what = _counted("values differ", rounded, changed, encodings) if rounded else "no value differs."
         yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
 
 
 def _counted(what: str, names: Sequence[str], changed: Mapping[str, int], encodings: WeightEncodings) -> str:
     total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in names)
     worst = max(names, key=lambda name: changed[name])
-    return f"{sum(changed[name] for name in names):,.0f} of {total:,} {what} differ, most of them in {worst}."
+    return f"{sum(changed[name] for name in names):,.0f} of {total:,} {what}, most of them in {worst}."

@@ -106,6 +106,15 @@ def launch(source: LaunchSource) -> Launch:
     )
 
 
+def has_flags(model: ModelShape) -> bool:
+    """Whether flags describe a model: `launch` refuses others."""
+    try:
+        _model_options(model)
+    except UnknownArchitecture:
+        return False
+    return True
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 

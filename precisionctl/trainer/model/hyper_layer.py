@@ -59,6 +59,6 @@ class HyperMTPLayer(nn.Module):
         self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
         self.e_proj, self.h_proj = plain_linear(size, size, backend), plain_linear(size, size, backend)
         last = model.num_layers - 1
-        self.mtp_model_layer = HyperLayer("mtp.mtp_model_layer", model.of_prediction, mhc, last, backend)
+        self.transformer_layer = HyperLayer("mtp.transformer_layer", model.of_prediction, mhc, last, backend)
         self.final_layernorm = backend.norm(size, norm)
         add_head(self, model, mhc, backend)
