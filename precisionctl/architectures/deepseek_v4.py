@@ -141,6 +141,10 @@ def _read_rope(config: Config, where: object) -> Fields:
     scaling = fields["rope_scaling"]
     if scaling and scaling["rope_type"] != "yarn":
         raise UnknownArchitecture(f"rotary scaling of type {scaling['rope_type']}", where=where)
+    turn = config.get("qk_rope_head_dim")
+    if turn is not None and turn != round(config["head_dim"] * fields["rotary_percent"]):
+        what = f"qk_rope_head_dim is {shown(turn)}, and transformers goes by partial_rotary_factor, which differs"
+        raise DamagedCheckpoint(what, where=where, do="Engines go by qk_rope_head_dim: say the same in both.")
     return {**fields, "rotary_base_local": in_window["rotary_base"]}
 
 
