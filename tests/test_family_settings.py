@@ -92,6 +92,15 @@ def test_what_is_written_of_a_model_is_that_model(family: str, changes: dict[str
     assert from_hf_config(to_hf_config(model, "bfloat16")) == model
 
 
+@pytest.mark.parametrize("family", ["mimo-v2-flash", "laguna"])
+def test_a_share_of_a_head_that_is_null_is_none(family: str) -> None:
+    """transformers cannot make such a model, and the share of a class where none is said is a guess."""
+    said = config(family)
+    said["rope_parameters"]["full_attention"]["partial_rotary_factor"] = None
+    with pytest.raises(DamagedCheckpoint, match="`partial_rotary_factor` that is null"):
+        from_hf_config(said)
+
+
 PUBLISHED = {  # XiaomiMiMo/MiMo-V2-Flash: config.json, but for sizes
     "rope_theta": 5000000,
     "swa_rope_theta": 10000,

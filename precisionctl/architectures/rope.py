@@ -143,6 +143,8 @@ def rope_of_kinds(
         given = parameters.get(kind)
         if not isinstance(given, Mapping) or "rope_theta" not in given:
             raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}", where=where)
+        if given.get("partial_rotary_factor", percent) is None:  # which its class multiplies by
+            raise DamagedCheckpoint(f"{kind} has a `partial_rotary_factor` that is null", where=where)
         share = 1.0 if given.get("rope_type", given.get("type", "default")) != "default" else percent
         if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
