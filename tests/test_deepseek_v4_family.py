@@ -16,7 +16,8 @@ from gpt_models import as_gpt, converted
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from training import make_source, make_text
+from training import make_source, make_text, settings
+from training import run as run_of
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
@@ -29,6 +30,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
+from precisionctl.param import NOT_TRAINED
+from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.precision import PRESETS
 from precisionctl.recipe.sections import ParallelSettings
 from precisionctl.trainer.data.batch import Batch
@@ -293,6 +296,21 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
     ):
         done = command_line.run(*command, "--data", text)
         assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr
+
+
+def test_a_run_goes_with_its_optimizer_to_every_program(tmp_path: Path) -> None:
+    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one."""
+    source, text = make_source(tmp_path / "hf", family="deepseek-v4"), make_text(tmp_path / "text.txt", words=200)
+    how = {"train__steps": 2, "train__save_every": 1}
+    run_of(settings(source, text, tmp_path / "run", **how))
+    trained = open_checkpoint(tmp_path / "run")
+    assert isinstance(trained, OptimizerSource)
+    assert not [name for name in trained.optimizer_specs if name.endswith(NOT_TRAINED)]
+    run(tmp_path / "run", tmp_path / "ranks", "megatron", container="torch")
+    run(tmp_path / "run", tmp_path / "dcp", "hf", container="dcp")
+    assert same(tmp_path / "run", tmp_path / "ranks") and same(tmp_path / "run", tmp_path / "dcp")
+    finished = run_of(settings(tmp_path / "ranks", text, tmp_path / "more", **how | {"train__steps": 3}))[1]
+    assert finished.step == 3
 
 
 def test_published_codes_are_evaluated(tmp_path: Path) -> None:
