@@ -16,7 +16,8 @@ from gpt_models import as_gpt, converted
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from training import make_source, make_text
+from training import make_source, make_text, settings
+from training import run as run_of
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
@@ -30,6 +31,8 @@ from precisionctl.commands.codes import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape
+from precisionctl.param import NOT_TRAINED
+from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.precision import PRESETS
 from precisionctl.recipe.sections import ParallelSettings
 from precisionctl.trainer.data.batch import Batch
@@ -373,6 +376,21 @@ def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothi
     assert refused.exit_code and "--exclude '*.wo_a'" in refused.stderr and "calibrate" not in refused.stderr
     done = command_line.run(*static, "--fp8-state", state, "--exclude", "*.wo_a")
     assert not done.exit_code, done.stderr
+
+
+def test_a_run_goes_with_its_optimizer_to_every_program(tmp_path: Path) -> None:
+    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one."""
+    source, text = make_source(tmp_path / "hf", family="deepseek-v4"), make_text(tmp_path / "text.txt", words=200)
+    how = {"train__steps": 2, "train__save_every": 1}
+    run_of(settings(source, text, tmp_path / "run", **how))
+    trained = open_checkpoint(tmp_path / "run")
+    assert isinstance(trained, OptimizerSource)
+    assert not [name for name in trained.optimizer_specs if name.endswith(NOT_TRAINED)]
+    run(tmp_path / "run", tmp_path / "ranks", "megatron", container="torch")
+    run(tmp_path / "run", tmp_path / "dcp", "hf", container="dcp")
+    assert same(tmp_path / "run", tmp_path / "ranks") and same(tmp_path / "run", tmp_path / "dcp")
+    finished = run_of(settings(tmp_path / "ranks", text, tmp_path / "more", **how | {"train__steps": 3}))[1]
+    assert finished.step == 3
 
 
 def test_published_codes_are_evaluated(tmp_path: Path) -> None:

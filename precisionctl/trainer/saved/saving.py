@@ -31,7 +31,7 @@ from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import KINDS, STATE, state_name
+from precisionctl.param import KINDS, NOT_TRAINED, STATE, state_name
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
@@ -237,10 +237,11 @@ def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
 
 
 def with_optimizer(plan: Plan) -> Plan:
-    """A model's plan with, for each kind, a job and an FP32 target for every parameter's optimizer tensor added."""
+    """A model's plan with, for each kind, a job and an FP32 target for every parameter's optimizer tensor added: of all
+    that programs have a place for."""
     jobs, targets = [*plan.jobs], dict(plan.targets)
     for kind in KINDS:
-        for job in plan.jobs:
+        for job in (job for job in plan.jobs if not job.name.endswith(NOT_TRAINED)):
             write = state_name(kind, job.name)
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
             targets[write] = replace(plan.targets[job.name], dtype=DType.float32)
