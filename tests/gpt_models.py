@@ -19,6 +19,8 @@ from precisionctl.trainer.model.loss import loss
 
 VOCABULARY = pico.SIZES["vocab_size"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
+    # of fewer heads many scores are exactly 0, and which of these keys an indexer chooses is an accident of the length
+    "deepseek-v4": ("deepseek-v4", {"index_n_heads": 16}),
     "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama to be stretched": (
         "llama-2",

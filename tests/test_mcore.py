@@ -30,8 +30,8 @@ from precisionctl.mcore.core_memory import core_memory, look_ahead_in_core
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
-from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.measure.preflight import require_memory
+from precisionctl.trainer.model.loss import loss_bytes
 from precisionctl.trainer.parallel.world import World
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.run_plan import dry_run, plan_run
@@ -134,7 +134,7 @@ def test_groups_of_queries_may_be_fewer_than_tensor_ranks_but_must_divide_them()
     model, recipe = from_hf_config(QWEN_3_30B), load_recipe("bf16")  # 4 groups
     for tensor in (2, 4, 8):
         train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=tensor)))
-    wide = replace(model, num_query_groups=2, num_attention_heads=6, padded_vocab_size=6)
+    wide = replace(model, num_query_groups=2, num_attention_heads=6, vocab_size=6, padded_vocab_size=6)
     with pytest.raises(RecipeError, match="tensor is 3, and there are 2 groups"):
         train_in_core.check_model(wide, replace(recipe, parallel=ParallelSettings(tensor=3)))
 
@@ -211,14 +211,15 @@ def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> Non
     assert apart.weights < 2 * 30.53e9 / 2 / 5  # experts, its largest part, over eight
 
 
-def test_megatrons_loss_holds_all_logits_in_fp32_and_the_bundled_trainers_a_chunk() -> None:
+def test_megatrons_loss_holds_all_logits_in_fp32_and_the_bundled_trainers_none_or_a_chunk() -> None:
     """Megatron's vocab_parallel_cross_entropy was measured at 6 bytes for a logit; the mask of its padding adds 2."""
     model, recipe = replace(from_hf_config(QWEN_3_30B), num_layers=1, moe=None), load_recipe("qwen3-30b-a3b-cpt")
     larger = replace(model, padded_vocab_size=model.padded_vocab_size + 1024)
     core = [core_memory(each, recipe, "te", ranks=8).passes for each in (model, larger)]
     assert core[1] - core[0] == 8 * 1024 * recipe.data.sequence_length
-    on_gpu, on_cpu = (estimate(model, recipe, "emulated", gpu=gpu).passes for gpu in (True, False))
-    assert on_gpu - on_cpu == 8 * (2**24 - 2**18)  # a chunk is as large as the device wants it, whatever the backend
+    logits = model.padded_vocab_size * recipe.data.sequence_length
+    on_gpu, on_cpu = (loss_bytes(logits, gpu=gpu) for gpu in (True, False))
+    assert (on_gpu, on_cpu) == (4 * logits, 4 * logits + 8 * 2**18)  # on a GPU a kernel has each in a register
 
 
 def test_warnings_of_one_rank_go_to_the_runs_folder_and_errors_are_shown(
