@@ -236,10 +236,7 @@ def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollba
     """Load everything from the newest iteration in the run's own folder."""
     saved = run_folder.read_same(newest, setup.identity, setup.out)
     loading.load_rng(newest)
-    assert loading.has_optimizer(newest), "every run of ours saves its optimizer"
-    plan = loading.plan_optimizer(newest, run)
-    loading.load_weights(newest, run)  # of what nothing trains, no optimizer has a state
-    loading.load_optimizer(newest, run, plan)
+    loading.load_with_optimizer(newest, run)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
     if run.guard and saved.guard:
         run.guard = Guard(run.recipe, **saved.guard, rollback=rollback)

@@ -273,8 +273,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
-        others = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
-        if kernels or sinks or (others and not shares_kv):
+        altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
+        if kernels or sinks or (altered and not shares_kv):
             made = 2 * (model.query_size + keys + keys)  # no part of the projection's output, but values by themselves
         else:
             rotated = 0 if model.learned_positions else 2

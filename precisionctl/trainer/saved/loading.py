@@ -116,12 +116,18 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
     if "optimizer" in skipped:
         load_weights(source, run)
     else:
-        assert has_optimizer(source), "start_of has refused what has none"
-        plan = plan_optimizer(source, run)
-        load_weights(source, run)
-        load_optimizer(source, run, plan)
+        load_with_optimizer(source, run)
     if "rng" not in skipped and isinstance(source, TorchDistReader):
         load_rng(source)
+
+
+def load_with_optimizer(source: Reader, run: Run) -> None:
+    """Load all weights, as of what nothing trains no optimizer has a state, and the optimizer. Raises MissingTensor and
+    UnmappedTensor, before anything is loaded, for an optimizer that does not fit the model."""
+    assert has_optimizer(source), "runs of ours save it, and `start_of` has refused what has none"
+    plan = plan_optimizer(source, run)
+    load_weights(source, run)
+    load_optimizer(source, run, plan)
 
 
 def loading_notes(
