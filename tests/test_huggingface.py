@@ -370,7 +370,7 @@ def test_transformers_computes_what_a_config_is_read_as(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in dropped}))
     model = HuggingFaceReader(tmp_path).model
-    told = to_hf_config(model, "float32") | pico.NO_TOKENS
+    told = to_hf_config(model, "float32")
     ours = pico.as_its_config_says(type(theirs)(type(theirs.config)(**told)).eval())
     ours.load_state_dict(theirs.state_dict())
     read = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())

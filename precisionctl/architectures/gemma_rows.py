@@ -24,8 +24,7 @@ POST_MLP_NORM = (
     ),
 )
 
-AFTER_ATTENTION = (
-    *POST_ATTENTION_NORM,
+PRE_MLP_NORM = (
     Row(
         "model.layers.{layer}.pre_feedforward_layernorm.weight",
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
@@ -33,8 +32,8 @@ AFTER_ATTENTION = (
         GAMMA,
         layers="dense",
     ),
-    *MLP,
-    *POST_MLP_NORM,
 )
+
+AFTER_ATTENTION = (*POST_ATTENTION_NORM, *PRE_MLP_NORM, *MLP, *POST_MLP_NORM)
 
 ROWS = model_rows(*ATTENTION_NORM, *ATTENTION, *AFTER_ATTENTION)

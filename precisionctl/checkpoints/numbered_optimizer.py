@@ -35,6 +35,7 @@ _MODULES = (
     *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
     *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    *("post_norm1", "post_norm2"),
     *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     *("block_sparse_moe",),
     *("dt_bias", "A_log", "D", "conv1d", "in_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),

@@ -1,0 +1,84 @@
+"""HyperCLOVA X: Granite with a norm after each block, too.
+
+Traps: logits are multiplied by `logits_scaling`, where Granite divides; `attention_multiplier` is the root of a head's
+size if it is not said.
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    HEADS,
+    SILU,
+    SIZES,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    MLP,
+    MLP_NORM,
+    ROTARY,
+    TIED,
+    model_rows,
+)
+from precisionctl.architectures.param_map import Architecture, Row, when
+from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.rope import rope
+from precisionctl.model_parts import real
+from precisionctl.model_shape import ModelShape
+
+_AFTER = when("post_layernorms")
+_NORMS_AFTER = (
+    Row(
+        "model.layers.{layer}.post_norm1.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        present=_AFTER,
+    ),
+    Row(
+        "model.layers.{layer}.post_norm2.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        present=_AFTER,
+    ),
+)
+
+
+def _read_attention(config: Config, where: object) -> Fields:
+    said = config.get("attention_multiplier")
+    if said is None:
+        return {"query_pre_attn_scalar": HEADS.read(config, where)["kv_channels"]}
+    return {"query_pre_attn_scalar": real(said, "attention_multiplier", where) ** -2}
+
+
+def _write_attention(model: ModelShape) -> Config:
+    return {"attention_multiplier": (model.query_pre_attn_scalar or model.kv_channels) ** -0.5}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"hyperclovax": "HyperCLOVAXForCausalLM"},
+    rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *_NORMS_AFTER),
+    config=(
+        *SIZES,
+        HEADS,
+        ATTENTION_BIAS,
+        SILU,
+        Key("mlp_bias", "mlp_bias", False),
+        Key("embedding_multiplier", "embedding_multiplier", 1.0),
+        Key("residual_multiplier", "residual_multiplier", 1.0),
+        Key("logit_multiplier", "logits_scaling", 1.0),
+        Rule(("attention_multiplier",), _read_attention, _write_attention),
+        Key("post_layernorms", "use_post_norm", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    names_by="this project",
+)

@@ -1,0 +1,26 @@
+"""IQuest-Coder: Llama. The two settings that its own class has besides, no published model uses."""
+
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, Only, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"iquestcoder": "LlamaForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        ATTENTION_BIAS,
+        SILU,
+        Only("clip_qkv", None),
+        Only("use_sliding_window", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)
