@@ -26,15 +26,17 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
+from precisionctl.architectures.mamba_keys import step_limits
+from precisionctl.architectures.mamba_rows import MIXER
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
+from precisionctl.param import COLUMNS, ROWS
 
-_HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
+_HF = "model.layers.{layer}.mixer."
 
 
 def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row:
@@ -45,46 +47,6 @@ def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row
 def _as_mixer(rows: Iterable[Row]) -> tuple[Row, ...]:
     return renamed(rows, {".self_attn.": ".mixer.", ".mlp.": ".mixer."})
 
-
-_MIXER = only_in(
-    "mamba",
-    (
-        Row(
-            f"{_HF}in_proj.weight",
-            f"{_MEGATRON}in_proj.weight",
-            ("mamba.in_proj_size", "hidden_size"),
-            parallel=Parallel("rows", names=MIXER_PARTS),
-            parts="mamba.in_proj_parts",
-            gemm=True,
-        ),
-        Row(
-            f"{_HF}conv1d.weight",
-            f"{_MEGATRON}conv1d.weight",
-            ("mamba.conv_size", 1, "mamba.conv_kernel_dim"),
-            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
-            parts="mamba.conv_parts",
-        ),
-        Row(
-            f"{_HF}conv1d.bias",
-            f"{_MEGATRON}conv1d.bias",
-            ("mamba.conv_size",),
-            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
-            parts="mamba.conv_parts",
-        ),
-        *(
-            Row(_HF + name, _MEGATRON + name, ("mamba.num_heads",), parallel=ROWS, keeps_dtype=True)
-            for name in ("A_log", "D", "dt_bias")
-        ),
-        Row(f"{_HF}norm.weight", f"{_MEGATRON}norm.weight", ("mamba.inner_size",), parallel=ROWS),
-        Row(
-            f"{_HF}out_proj.weight",
-            f"{_MEGATRON}out_proj.weight",
-            ("hidden_size", "mamba.inner_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
-    ),
-)
 
 _SHARED_EXPERT = (
     replace(SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
@@ -127,7 +89,7 @@ _ROWS = (
     _norm("attention", "self_attention.linear_qkv.layer_norm_weight"),
     _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
     _norm("moe", "pre_mlp_layernorm.weight"),
-    *_MIXER,
+    *MIXER,
     *only_in("attention", _as_mixer((*QKV_LINEAR, *PROJ))),
     *only_in("dense", _as_mixer(UNGATED_MLP)),
     *_as_mixer((*ROUTER, *EXPERT_BIAS)),
@@ -181,27 +143,6 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
-def _read_step_limit(config: Config, where: object) -> Fields:
-    for key in _STEP_LIMIT:
-        limit = config.get(key)
-        if limit is not None and not _is_endless(limit):
-            do = "Its table was made for steps that nothing clamps, as in Megatron-Core."
-            raise UnknownArchitecture(f"no nemotron_h known here has {key}={shown(limit)}", where=where, do=do)
-    return {}
-
-
-def _is_endless(limit: object) -> bool:
-    """Whether a range is from 0 to what no step in FP32 reaches: to infinity, as Python's JSON has it or transformers',
-    or to 1e308, as Nemotron 3 Ultra has it."""
-    if not isinstance(limit, list | tuple) or len(limit) != 2 or limit[0] != 0:
-        return False
-    end = limit[1]
-    return end == {"__float__": "Infinity"} or (isinstance(end, float) and end > _LARGEST_FP32)
-
-
-_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
-
-
 def _read_prediction(config: Config, where: object) -> Fields:
     if number := config.get("num_nextn_predict_layers"):
         what = f"no nemotron_h known here has prediction layers (num_nextn_predict_layers={shown(number)})"
@@ -209,8 +150,6 @@ def _read_prediction(config: Config, where: object) -> Fields:
         raise UnknownArchitecture(what, where=where, do=do)
     return {}
 
-
-_STEP_LIMIT = ("time_step_limit", "mamba_dt_limit")
 
 _EXPERT_KEYS = {
     key.field: key
@@ -235,7 +174,7 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     *(Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
     Only("use_bias", False),
     Only("mamba_hidden_act", "silu"),
-    Rule(_STEP_LIMIT, _read_step_limit),
+    step_limits("time_step_limit", "mamba_dt_limit"),
 )
 
 _HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
