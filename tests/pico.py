@@ -310,7 +310,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_GRANITE,
         **_GRANITE_MIXERS,
         "layer_types": ["attention", "mamba"],
-        "mamba_n_groups": 1,
         "position_embedding_type": "rope",
         "num_local_experts": 0,
         "shared_intermediate_size": 112,
