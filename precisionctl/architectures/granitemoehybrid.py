@@ -2,6 +2,7 @@
 
 In Megatron each of the two blocks is a layer of the hybrid stack, with its own norm: layer i of Hugging Face is the
 layers 2i and 2i + 1 there, so a model of mixers and experts has the pattern MEME..., a dense one of attention *-*-....
+So does Megatron's own guide (docs/user-guide/hybrid-model-migration.md).
 
 Traps: without experts the MLP is still called the shared one, has `shared_intermediate_size`, and `intermediate_size`
 means nothing; transformers 5 has other words for kinds of layers than published files (which it reads), and only the
