@@ -255,6 +255,8 @@ class Mamba2:
 
     conv_kernel_dim: ClassVar[int] = 4
     """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
+    mtp_pattern: ClassVar[str] = "*E"
+    """The blocks of a layer of multi-token prediction, by the same letters: Nemotron 3's."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:

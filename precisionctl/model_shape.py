@@ -222,6 +222,8 @@ class ModelShape:
         shared = range(self.num_layers - self.num_kv_shared_layers, self.num_layers)
         for layer in sorted({self.in_window(layer): layer for layer in reversed(shared)}.values()):
             self.kv_layer(layer)  # which raises where the first of its kind has none to read
+        if self.mamba and self.mtp_num_layers and not self.moe:
+            raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
         check_size(self.streams_size, "streams_size", 4 * LARGEST)
         if self.csa and self.projection_size % self.csa.o_groups:
@@ -247,7 +249,18 @@ class ModelShape:
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
-        own, also where the decoder's last layer has none (GLM-5.2)."""
+        own, also where the decoder's last layer has none (GLM-5.2). Where each layer is one block, the model whose
+        layers are the blocks of one."""
+        if self.mamba:
+            pattern = self.mamba.mtp_pattern
+            return replace(
+                self,
+                num_layers=len(pattern),
+                mamba=replace(self.mamba, pattern=pattern),
+                moe=self.moe and replace(self.moe, layer_freq=tuple(block == "E" for block in pattern)),
+                rope_layers=self.rope_layers and (False,) * len(pattern),
+                mtp_num_layers=0,
+            )
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
         dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
         moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)

@@ -44,6 +44,9 @@ CORE_LOADS = (
 )
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
+CORE_HYBRIDS = ("nemotron-h", "granite-hybrid", "granite-hybrid-dense")
+"""The same, by megatron-core's hybrid model, whose mixers compute on GPUs alone."""
+
 BRIDGE: dict[str, dict[str, Any]] = {
     "llama-3": {"num_hidden_layers": 5},
     "llama-tied": {},

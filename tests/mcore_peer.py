@@ -125,6 +125,7 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
+        *("is_hybrid_model", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     )
     of_latents = ("rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_base")
     of_latents += ("original_max_position_embeddings", "rope_type", "rotary_percent", "q_lora_rank")
@@ -199,6 +200,10 @@ def build(args: argparse.Namespace, work: dict[str, Any], te_names: bool = False
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     config = config_of(args, work)
+    if getattr(args, "is_hybrid_model", False):
+        from mcore_hybrid import build_hybrid
+
+        return build_hybrid(args, config)
     spec = spec_of(config, args, te_names)
     later = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(

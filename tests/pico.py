@@ -105,6 +105,8 @@ _GRANITE = {
     "logits_scaling": 0.5,
 }
 
+_GRANITE_MIXERS = {"mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 8}
+
 _DEEPSEEK_V4 = {
     "model_type": "deepseek_v4",
     "num_hidden_layers": 3,
@@ -293,6 +295,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 48,
         "sliding_window": 8,
         "layer_rope_theta": [0, 10000.0, 10000.0],
+    },
+    "granite-hybrid": {
+        "model_type": "granitemoehybrid",
+        **_GRANITE,
+        **_GRANITE_MIXERS,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+    },
+    "granite-hybrid-dense": {
+        "model_type": "granitemoehybrid",
+        **_GRANITE,
+        **_GRANITE_MIXERS,
+        "layer_types": ["attention", "mamba"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "shared_intermediate_size": 112,
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
     "smollm3-window": {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pico
 import pytest
-from judges import BRIDGE, CORE, CORE_FIRST, CORE_LATER, CORE_LOADS
+from judges import BRIDGE, CORE, CORE_FIRST, CORE_HYBRIDS, CORE_LATER, CORE_LOADS
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
@@ -15,7 +15,7 @@ HEAD = ("| `model_type` | names in Megatron by | Megatron-Core computes | judged
 FAMILIES = {
     kind: [family for family in pico.FAMILIES if pico.shape(family).architecture == kind] for kind in supported()
 }
-NAMED_BY_CORE = (*CORE, *CORE_FIRST, *CORE_LATER, *CORE_LOADS)
+NAMED_BY_CORE = (*CORE, *CORE_FIRST, *CORE_LATER, *CORE_LOADS, *CORE_HYBRIDS)
 
 
 def line(model_type: str) -> str:
@@ -25,7 +25,7 @@ def line(model_type: str) -> str:
     judges = ["transformers" if like is None else f"transformers, as `{like}`"]
     if {*families} & {*CORE, *CORE_FIRST, *CORE_LATER} and like is None:
         judges.append("Megatron-Core")
-    if {*families} & {*CORE_LOADS}:
+    if {*families} & {*CORE_LOADS, *CORE_HYBRIDS}:
         judges.append("Megatron-Core (parameters)")
     if {*families} & BRIDGE.keys() and like is None:
         judges.append("Megatron-Bridge")

@@ -107,7 +107,7 @@ def test_it_is_exported(source: Path, tmp_path: Path, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("num_nextn_predict_layers", 1), ("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
+        *(("mlp_hidden_act", "silu"), ("conv_kernel", 3)),
         *(("time_step_limit", [0.001, float("inf")]), ("time_step_limit", [0.0, 3e38]), ("mamba_dt_limit", [0.0, 0.1])),
         *(("mamba_d_conv", 3), ("mamba_conv_bias", False)),  # words of the first configs
     ],
@@ -168,8 +168,6 @@ def test_the_pattern_of_newer_megatrons_is_read() -> None:
     newer = args | {"hybrid_override_pattern": None, "hybrid_layer_pattern": f"{pattern[:3]}|{pattern[3:]}"}
     found = from_megatron_args(newer, 256, "")
     assert found.architecture == "nemotron_h" and found.mamba and found.mamba.pattern == pattern
-    with pytest.raises(UnknownArchitecture, match="prediction layers"):
-        from_megatron_args(newer | {"hybrid_layer_pattern": f"{pattern}/*E"}, 256, "")
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
@@ -318,19 +316,6 @@ def test_the_newest_name_of_its_pattern_counts_before_the_older_one() -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": "MMMMMM"}
     model = from_megatron_args(args | {"hybrid_layer_pattern": "ME*-|M*"}, 256, "args")
     assert model.mamba and model.mamba.pattern == "ME*-M*"
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"hybrid_layer_pattern": "ME*-M*/*E/*E"}, "hybrid_layer_pattern='ME\\*-M\\*/\\*E/\\*E'"),
-        ({"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*E"}, "mtp_num_layers=2"),
-    ],
-)
-def test_prediction_layers_in_megatrons_arguments_are_refused_by_name(changes: dict[str, object], named: str) -> None:
-    args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | changes
-    with pytest.raises(UnknownArchitecture, match=named):
-        from_megatron_args(args, 256, "args")
 
 
 @pytest.mark.parametrize("pattern", ["MEG-M*", "ME+-MD", ["M"] * 6, "", None, 6])

@@ -34,15 +34,12 @@ def _write_scales(model: ModelShape) -> Config:
     return {"attention_multiplier": attention**-0.5, "logits_scaling": 1 / model.logit_multiplier}
 
 
-OF_ALL_GRANITES: tuple[Entry, ...] = (
-    *SIZES,
-    HEADS,
-    ATTENTION_BIAS,
-    SILU,
+MULTIPLIERS: tuple[Entry, ...] = (
     Key("embedding_multiplier", "embedding_multiplier", 1.0),
     Key("residual_multiplier", "residual_multiplier", 1.0),
     Rule(("attention_multiplier", "logits_scaling"), _read_scales, _write_scales),
 )
+OF_ALL_GRANITES: tuple[Entry, ...] = (*SIZES, HEADS, ATTENTION_BIAS, SILU, *MULTIPLIERS)
 COMMON: tuple[Entry, ...] = (
     *OF_ALL_GRANITES,
     Key("norm_epsilon", "rms_norm_eps", 1e-6),

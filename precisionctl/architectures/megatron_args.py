@@ -15,6 +15,7 @@ from precisionctl.architectures.recurrent_args import (
     delta_net_args,
     mamba_args,
     read_delta_net,
+    read_hybrid_mtp,
     read_mamba,
 )
 from precisionctl.architectures.streams_args import (
@@ -234,9 +235,6 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         if name not in ("rope_type", "truncate"):
             real(value, name)
     mamba = read_mamba(args)
-    if mamba and args.get("mtp_num_layers"):
-        what = f"no family of Mamba-2 mixers known here has Megatron's mtp_num_layers={shown(args['mtp_num_layers'])}"
-        raise UnknownArchitecture(what, where=where)
     known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
     kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
@@ -287,7 +285,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         moe=read_moe(args, num_layers, biased, mamba, where),
         mamba=mamba,
         gdn=read_delta_net(args),
-        mtp_num_layers=args.get("mtp_num_layers") or 0,
+        mtp_num_layers=read_hybrid_mtp(args) if mamba else args.get("mtp_num_layers") or 0,
         **rope,
         **_read_activation(args),
     )

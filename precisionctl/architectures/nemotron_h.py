@@ -4,7 +4,9 @@ in Megatron are those of Megatron-Core's hybrid stack (megatron/core/ssm/mamba_b
 Traps: every block is called `mixer` in Hugging Face, and its norm `norm`; attention has no positions; in_proj's rows
 are in five parts of unequal size, which tensor parallelism cuts each by itself; the last norm is `final_norm`. What
 clamps a mixer's steps is time_step_limit, in NVIDIA's own code as in Megatron-Core; transformers (5.23) takes
-time_step_min for it, which is where steps of a new model begin.
+time_step_min for it, which is where steps of a new model begin. A prediction layer (Nemotron 3), which transformers
+leaves out, is two blocks: Hugging Face counts them as layers, `mtp.layers.0` and `mtp.layers.1`, and in Megatron they
+are the layers of `mtp_model_layer` (Megatron-Bridge's nemotron_h_bridge.py).
 """
 
 from collections.abc import Iterable
@@ -25,16 +27,19 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
+from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
+from precisionctl.architectures.mamba_keys import step_limits
+from precisionctl.architectures.mamba_rows import MIXER
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2, FC2_SIZES, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_parts import MOST_LAYERS, Mamba2
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
+from precisionctl.param import COLUMNS, ROWS
 
-_HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
+_HF = "model.layers.{layer}.mixer."
 
 
 def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row:
@@ -45,46 +50,6 @@ def _norm(layers: Literal["attention", "mamba", "dense", "moe"], of: str) -> Row
 def _as_mixer(rows: Iterable[Row]) -> tuple[Row, ...]:
     return renamed(rows, {".self_attn.": ".mixer.", ".mlp.": ".mixer."})
 
-
-_MIXER = only_in(
-    "mamba",
-    (
-        Row(
-            f"{_HF}in_proj.weight",
-            f"{_MEGATRON}in_proj.weight",
-            ("mamba.in_proj_size", "hidden_size"),
-            parallel=Parallel("rows", names=MIXER_PARTS),
-            parts="mamba.in_proj_parts",
-            gemm=True,
-        ),
-        Row(
-            f"{_HF}conv1d.weight",
-            f"{_MEGATRON}conv1d.weight",
-            ("mamba.conv_size", 1, "mamba.conv_kernel_dim"),
-            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
-            parts="mamba.conv_parts",
-        ),
-        Row(
-            f"{_HF}conv1d.bias",
-            f"{_MEGATRON}conv1d.bias",
-            ("mamba.conv_size",),
-            parallel=Parallel("rows", names=MIXER_CONV_PARTS),
-            parts="mamba.conv_parts",
-        ),
-        *(
-            Row(_HF + name, _MEGATRON + name, ("mamba.num_heads",), parallel=ROWS, keeps_dtype=True)
-            for name in ("A_log", "D", "dt_bias")
-        ),
-        Row(f"{_HF}norm.weight", f"{_MEGATRON}norm.weight", ("mamba.inner_size",), parallel=ROWS),
-        Row(
-            f"{_HF}out_proj.weight",
-            f"{_MEGATRON}out_proj.weight",
-            ("hidden_size", "mamba.inner_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
-    ),
-)
 
 _SHARED_EXPERT = (
     replace(SHARED_EXPERTS[0], names=f"{_HF}shared_experts.up_proj.weight", rearrangement=SAME, parallel=ROWS),
@@ -121,22 +86,51 @@ def _experts(up: str, down: str) -> tuple[Row, ...]:
     )
 
 
-_ROWS = (
-    *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),
-    _norm("mamba", "mixer.in_proj.layer_norm_weight"),
-    _norm("attention", "self_attention.linear_qkv.layer_norm_weight"),
-    _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
+_ATTENTION = only_in(
+    "attention",
+    (_norm("attention", "self_attention.linear_qkv.layer_norm_weight"), *_as_mixer((*QKV_LINEAR, *PROJ))),
+)
+_BESIDE_EXPERTS = (
     _norm("moe", "pre_mlp_layernorm.weight"),
-    *_MIXER,
-    *only_in("attention", _as_mixer((*QKV_LINEAR, *PROJ))),
-    *only_in("dense", _as_mixer(UNGATED_MLP)),
     *_as_mixer((*ROUTER, *EXPERT_BIAS)),
     *_SHARED_EXPERT,
     *_LATENTS,
+)
+_ROWS = (
+    *renamed(EMBEDDING, {"embed_tokens": "embeddings"}),
+    _norm("mamba", "mixer.in_proj.layer_norm_weight"),
+    *MIXER,
+    *_ATTENTION,
+    _norm("dense", "mlp.linear_fc1.layer_norm_weight"),
+    *only_in("dense", _as_mixer(UNGATED_MLP)),
+    *_BESIDE_EXPERTS,
     *renamed(FINAL_NORM, {"model.norm.": "model.norm_f."}, {"final_layernorm": "final_norm"}),
 )
-_PUBLISHED = (*_ROWS, *_experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight"))
+_NUMBERED = _experts("experts.{expert}.up_proj.weight", "experts.{expert}.down_proj.weight")
+_PUBLISHED = (*_ROWS, *_NUMBERED)
 _IN_MEMORY = (*_ROWS, *_experts("experts.up_proj[{expert}]", "experts.down_proj[{expert}]"))
+
+
+def _predicting(block: int, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows of a layer as those of a block of the prediction layer."""
+    in_megatron = {"decoder.layers.{layer}.": f"mtp.layers.{{mtp}}.mtp_model_layer.layers.{block}."}
+    return renamed(only_in("all", rows), {"model.layers.{layer}.": f"mtp.layers.{block}."}, in_megatron)
+
+
+_PREDICTION = (
+    Row("mtp.layers.0.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
+    Row("mtp.layers.0.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
+    Row(
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.{mtp}.eh_proj.weight",
+        ("hidden_size", "doubled_hidden_size"),
+        parallel=ROWS,
+    ),
+    *_predicting(0, _ATTENTION),
+    *_predicting(1, (*_BESIDE_EXPERTS, *_NUMBERED)),
+    Row("mtp.layers.1.final_layernorm.weight", "mtp.layers.{mtp}.final_layernorm.weight", ("hidden_size",), GAMMA),
+)
+"""Of which there may be one, made of attention and experts (Mamba2.mtp_pattern)."""
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 """Of kinds of layers, with the names that transformers first had."""
@@ -181,36 +175,25 @@ def _write_layers(model: ModelShape) -> Config:
     return config
 
 
-def _read_step_limit(config: Config, where: object) -> Fields:
-    for key in _STEP_LIMIT:
-        limit = config.get(key)
-        if limit is not None and not _is_endless(limit):
-            do = "Its table was made for steps that nothing clamps, as in Megatron-Core."
-            raise UnknownArchitecture(f"no nemotron_h known here has {key}={shown(limit)}", where=where, do=do)
-    return {}
-
-
-def _is_endless(limit: object) -> bool:
-    """Whether a range is from 0 to what no step in FP32 reaches: to infinity, as Python's JSON has it or transformers',
-    or to 1e308, as Nemotron 3 Ultra has it."""
-    if not isinstance(limit, list | tuple) or len(limit) != 2 or limit[0] != 0:
-        return False
-    end = limit[1]
-    return end == {"__float__": "Infinity"} or (isinstance(end, float) and end > _LARGEST_FP32)
-
-
-_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
-
-
 def _read_prediction(config: Config, where: object) -> Fields:
-    if number := config.get("num_nextn_predict_layers"):
-        what = f"no nemotron_h known here has prediction layers (num_nextn_predict_layers={shown(number)})"
-        do = "The rest has a table: make a copy without `mtp.*` tensors, and with 0 there (docs/families.md)."
-        raise UnknownArchitecture(what, where=where, do=do)
-    return {}
+    number = one_or_none(config.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", where)
+    for key, known in _PREDICTING.items():
+        if number and config.get(key) not in known:
+            what = f"no nemotron_h known here has {key}={shown(config[key])}"
+            raise UnknownArchitecture(what, where=where, do="Known is a prediction layer of attention and experts.")
+    return {"mtp_num_layers": number}
 
 
-_STEP_LIMIT = ("time_step_limit", "mamba_dt_limit")
+def _write_prediction(model: ModelShape) -> Config:
+    kinds = {"mtp_hybrid_override_pattern": model.mamba.mtp_pattern} if model.mamba and model.mtp_num_layers else {}
+    return {"num_nextn_predict_layers": model.mtp_num_layers, **kinds}
+
+
+_PREDICTING: dict[str, tuple[object, ...]] = {
+    "mtp_hybrid_override_pattern": (None, Mamba2.mtp_pattern),
+    "mtp_layers_block_type": (None, ["attention", "moe"], ["full_attention", "moe"]),
+}
+
 
 _EXPERT_KEYS = {
     key.field: key
@@ -235,7 +218,7 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     *(Only(key, True) for key in ("use_conv_bias", "mamba_conv_bias")),
     Only("use_bias", False),
     Only("mamba_hidden_act", "silu"),
-    Rule(_STEP_LIMIT, _read_step_limit),
+    step_limits("time_step_limit", "mamba_dt_limit"),
 )
 
 _HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -245,7 +228,7 @@ _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron_h": "NemotronHForCausalLM"},
-    rows=(Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, in_memory=True), *OUTPUT),
+    rows=(Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, in_memory=True), *_PREDICTION, *OUTPUT),
     config=(
         Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
         Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),
@@ -261,7 +244,7 @@ ARCHITECTURE = Architecture(
         Only("mlp_bias", False),
         Only("sliding_window", None),
         Only("norm_topk_prob", True),
-        Rule(("num_nextn_predict_layers",), _read_prediction, lambda model: {"num_nextn_predict_layers": 0}),
+        Rule(("num_nextn_predict_layers", *_PREDICTING), _read_prediction, _write_prediction),
         Only("residual_in_fp32", False),
         Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
         tied(False),

@@ -2,7 +2,8 @@
 
 A row names its tensors in both layouts, whole, with `{layer}`, `{expert}` and `{mtp}` for their numbers (experts
 are numbered through, whatever rank has them; multi-token prediction layers count from 0, and `{mtp_layer}` is
-their number in Hugging Face, which counts on from the decoder's).
+their number in Hugging Face, which counts on from the decoder's). Where a layer of Hugging Face is two of Megatron's,
+as Megatron's hybrid layers are one block each, `{hf_layer}` is its number there: half of `{layer}`.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class Row:
         elif "{layer}" in self.megatron:
             for layer in range(model.num_layers):
                 if self._in_layer(model, layer):
-                    yield from self._at_experts({"layer": layer}, model)
+                    yield from self._at_experts({"layer": layer, "hf_layer": layer // 2}, model)
         else:
             yield {}
 

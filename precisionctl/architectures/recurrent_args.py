@@ -50,12 +50,14 @@ def mamba_args(model: ModelShape) -> dict[str, Any]:
     """Arguments of layers of one block each, some of them Mamba-2 mixers."""
     if model.mamba is None:
         return {}
-    return {"is_hybrid_model": True, **{name: getattr(model.mamba, field) for name, field in _MAMBA.items()}}
+    prediction = {"mtp_hybrid_override_pattern": model.mamba.mtp_pattern} if model.mtp_num_layers else {}
+    sizes = {name: getattr(model.mamba, field) for name, field in _MAMBA.items()}
+    return {"is_hybrid_model": True, **sizes, **prediction}
 
 
 def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
-    """The inverse; None where there are none. Raises UnknownArchitecture where prediction layers stand behind them."""
-    pattern = _hybrid_pattern(args)
+    """The inverse; None where there are none."""
+    pattern = _hybrid_pattern(args)[0]
     if not (args.get("is_hybrid_model") or pattern):
         return None
     defaults = {"mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128} | dict(args)
@@ -65,15 +67,29 @@ def read_mamba(args: Mapping[str, Any]) -> Mamba2 | None:
     return Mamba2(**{field: defaults[name] for name, field in _MAMBA.items()})
 
 
-def _hybrid_pattern(args: Mapping[str, Any]) -> Any:
-    """A letter for each layer. Under its name since 2026, which Megatron heeds before the older one, there is a `|`
-    where a pipeline stage begins, and behind a `/` each prediction layer
+def read_hybrid_mtp(args: Mapping[str, Any]) -> int:
+    """How many prediction layers are stored of a model whose layers are one block each: none, or one, by which a run
+    may have predicted several tokens (`mtp_use_repeated_layer`). Raises UnknownArchitecture for others."""
+    _, behind = _hybrid_pattern(args)
+    kinds: list[Any] = behind or [args.get("mtp_hybrid_override_pattern")]
+    depth = len(behind) or args.get("mtp_num_layers") or 0
+    if not depth:
+        return 0
+    if {*kinds} != {Mamba2.mtp_pattern} or (depth != 1 and not args.get("mtp_use_repeated_layer")):
+        said = f"mtp_num_layers={shown(depth)}, mtp_hybrid_override_pattern={shown(kinds[0])}"
+        if behind:
+            said = f"{HYBRID_PATTERN}={shown(args.get(HYBRID_PATTERN))}"
+        what = f"no family known here has the prediction layers of Megatron's {said}"
+        raise UnknownArchitecture(what, do=f"Known is one of {Mamba2.mtp_pattern}, also repeated.")
+    return 1
+
+
+def _hybrid_pattern(args: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """A letter for each layer, and those of each prediction layer. Under its name since 2026, which Megatron heeds
+    before the older one, there is a `|` where a pipeline stage begins, and prediction layers stand behind a `/` each
     (megatron/core/models/hybrid/hybrid_layer_allocation.py)."""
     said = args.get(HYBRID_PATTERN) or args.get("hybrid_override_pattern")
     if not isinstance(said, str):
-        return said
-    layers, _, prediction = said.partition("/")
-    if prediction.strip("/"):
-        what = f"no family known here has the prediction layers of Megatron's {HYBRID_PATTERN}={shown(said)}"
-        raise UnknownArchitecture(what)
-    return layers.replace("|", "")
+        return said, []
+    layers, *prediction = said.split("/")
+    return layers.replace("|", ""), [each for each in prediction if each]

@@ -43,7 +43,7 @@ _MODULES = (
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     *("g_proj", "indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
-    *("wg", "shared_experts", "shared_expert", "shared_mlp", "input_linear", "output_linear"),
+    *("wg", "shared_experts", "shared_expert", "shared_mlp", "mamba", "input_linear", "output_linear"),
     *("fc1_latent_proj", "fc2_latent_proj"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
@@ -60,9 +60,14 @@ TIED = "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
-ORDERS: Sequence[Mapping[str, str]] = ({}, {"experts": "router"}, {"q_norm": "q_proj", "k_norm": "q_norm"})
+ORDERS: Sequence[Mapping[str, str]] = (
+    {},
+    {"experts": "router"},
+    {"q_norm": "q_proj", "k_norm": "q_norm"},
+    {"self_attn": "shared_mlp"},
+)
 """Modules that come at another place in some classes, each directly behind another module: experts before a router's
-`gate`, Gemma 4's norms before the key projection."""
+`gate`, Gemma 4's norms before the key projection, attention of Granite 4 behind the MLP."""
 
 
 def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:

@@ -86,7 +86,7 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
             f"says; Megatron-Core and `resume` with the model's {model.norm_epsilon:g}."
         )
-    if model.mamba:
+    if model.architecture == "nemotron_h":
         yield (
             "transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's time_step_min, 0.001 if it "
             "says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is."

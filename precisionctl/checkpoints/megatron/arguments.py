@@ -37,7 +37,10 @@ def saved_args(
         "iteration": iteration or 0,
         **_stage_args(model, sizes),
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
-    return weights_only | dict(args) | to_megatron_args(model) | of_this_checkpoint
+    # a run of a hybrid model may predict several tokens by the one prediction layer that is stored
+    repeated = model.mamba and model.mtp_num_layers and args.get("mtp_use_repeated_layer")
+    depth = {"mtp_num_layers": args.get("mtp_num_layers")} if repeated else {}
+    return weights_only | dict(args) | to_megatron_args(model) | depth | of_this_checkpoint
 
 
 STAGES = (

@@ -57,14 +57,15 @@ _RENAMED = {  # argument: field
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
 _OF_GPT = ("transformer_layer_spec", "rope_scaling", "rope_scaling_factor", "mtp_num_layers")
-"""Fields that the provider of hybrid models does not have."""
+"""Fields that the provider of hybrid models does not have, or only since 0.4: those are written where they say more."""
+_HYBRID_MTP = ("mtp_num_layers", "mtp_hybrid_override_pattern", "mtp_use_repeated_layer")
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """Llama 3's rope scaling in NeMo 2 and the first versions of Bridge (llama.py, Llama31Config), beside `scale_factor`.
 Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _VARIANT = "experimental_attention_variant"
 _ONLY_READ = (
-    *(_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *WITHOUT),
+    *(_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *_HYBRID_MTP, *WITHOUT),
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     "dsa_indexer_scoring_relu",
@@ -113,6 +114,8 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("is_hybrid_model"):
         provider = "mamba.mamba_provider.MambaModelProvider"
         fields = {name: value for name, value in fields.items() if name not in _OF_GPT} | {"is_hybrid_model": True}
+        if args.get("mtp_num_layers"):
+            fields |= {name: args[name] for name in _HYBRID_MTP if name in args}
     return {
         **fields,
         "_target_": _PROVIDERS + provider,

@@ -48,7 +48,12 @@ def local_names(state: Mapping[str, Any], where: object, indexed: bool) -> dict[
             raise DamagedCheckpoint(f"`{name}` is there twice, under two names", where=where)
         found[renamed] = value
     te = te_names(found, indexed)
-    return {te.get(name, name).replace(".mtp_model_layer.", ".transformer_layer."): found[name] for name in found}
+    return {_OF_GPT_MTP.sub(".transformer_layer.", te.get(name, name)): found[name] for name in found}
+
+
+_OF_GPT_MTP = re.compile(r"\.mtp_model_layer\.(?!layers\.)")
+"""Since 0.17, what torch_dist calls transformer_layer; of hybrid models, whose prediction layers have several of them,
+torch_dist has this name too (multi_token_prediction.py, sharded_state_dict)."""
 
 
 _BEFORE_CORE = tuple(

@@ -86,7 +86,8 @@ class Parameters:
         if model.mtp_num_layers:
             alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
             joining = model.doubled_hidden_size * model.hidden_size + _head(model)
-            ahead = model.mtp_num_layers * (alike.dense[-1] + alike.experts[-1] + joining)
+            blocks = slice(None if model.mamba else -1, None)
+            ahead = model.mtp_num_layers * (sum(alike.dense[blocks]) + sum(alike.experts[blocks]) + joining)
         per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
         outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead + _head(model)
         return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)

@@ -86,7 +86,6 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
 BESIDE_MIXERS: Mapping[str, object] = {
     **BESIDE_EXPERTS,
     **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
-    "mtp_num_layers": 0,
     "parallel_residual": False,
     "post_layernorms": False,
     "layer_scalar": False,

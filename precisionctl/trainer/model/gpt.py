@@ -275,5 +275,12 @@ class MTPLayer(nn.Module):
         model = model.of_prediction
         self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
         self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
-        self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
+        if model.mamba:
+            blocks = range(model.num_layers)
+            self.mtp_model_layer = nn.Module()
+            self.mtp_model_layer.layers = nn.ModuleList(
+                HybridLayer(f"mtp.mtp_model_layer.layers.{each}", model, model.mamba, each, backend) for each in blocks
+            )
+        else:
+            self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
         self.final_layernorm = backend.norm(size, norm)

@@ -17,7 +17,7 @@ class HybridLayer(ResidualLayer):
     linear, except before experts."""
 
     def __init__(
-        self, name: str, model: ModelShape, mamba: Mamba2, number: int, backend: Backend, recompute: bool
+        self, name: str, model: ModelShape, mamba: Mamba2, number: int, backend: Backend, recompute: bool = False
     ) -> None:
         super().__init__(model, number, backend, recompute)
         self.block, norm = mamba.pattern[number], norm_of(model)
