@@ -69,6 +69,10 @@ _INDEXERS = (
     Row(f"{_HF}indexer.k_norm.weight", f"{_INDEXER}k_norm.weight", ("msa.head_dim",), GAMMA, layers="indexed"),
 )
 
+_PUBLISHED_INDEXERS = tuple(  # vLLM computes their projections and those of queries, keys and values as one
+    replace(row, only_exported="linear" in row.megatron) for row in renamed(_INDEXERS, {"indexer.": "index_"})
+)
+
 _ROUTER = Row(
     "model.layers.{layer}.mlp.gate.weight",
     "decoder.layers.{layer}.mlp.router.weight",
@@ -101,7 +105,7 @@ _ROWS = model_rows(
     *QKV_LINEAR,
     *QK_NORMS,
     *PROJ,
-    _either(_INDEXERS, renamed(_INDEXERS, {"indexer.": "index_"})),
+    _either(_INDEXERS, _PUBLISHED_INDEXERS),
     *MLP_NORM,
     _either(only_in("dense", JOINED_MLP[:1]), MLP[:1]),
     DOWN,
