@@ -319,6 +319,38 @@ class DSA:
 
 
 @dataclass(frozen=True)
+class MSA:
+    """MiniMax's sparse attention (arXiv 2606.13392). In the `layers` that have an indexer (an entry for each), its
+    `n_heads` heads of `head_dim` channels choose the blocks of `block_size` keys that a query sees, each head for its
+    share of the query heads: the last `local_blocks` up to the query's own, and the best others, `topk_blocks` in all.
+    A block is worth its best key's product with the query. Where a text has no more than `topk_blocks` blocks, all are
+    chosen."""
+
+    n_heads: int
+    head_dim: int
+    block_size: int
+    topk_blocks: int
+    local_blocks: int
+    layers: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_dim", "block_size", "topk_blocks"):
+            check_size(getattr(self, name), f"indexer's {name}")
+        check_count(self.local_blocks, "indexer's local_blocks", self.topk_blocks)
+        check_size(self.query_size, "rows of an indexer's queries", 4 * LARGEST)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def dense_length(self) -> int:
+        """Tokens of the longest text of which all blocks are chosen."""
+        return self.topk_blocks * self.block_size
+
+
+@dataclass(frozen=True)
 class CSA:
     """DeepSeek-V4's attention, with one key for all heads, which is also the value (its report, section 2.3). Each
     query sees the last `window_size` tokens and, as `pattern` says of each layer, none before them (W), or keys that

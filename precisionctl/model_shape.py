@@ -12,6 +12,7 @@ from precisionctl.model_parts import (
     LARGEST,
     MLA,
     MOST_LAYERS,
+    MSA,
     GatedDeltaNet,
     GlobalAttention,
     HyperConnections,
@@ -162,6 +163,7 @@ class ModelShape:
     # Other kinds of layers
     mla: MLA | None = None
     dsa: DSA | None = None
+    msa: MSA | None = None
     csa: CSA | None = None
     mhc: HyperConnections | None = None
     moe: MoE | None = None
@@ -214,6 +216,7 @@ class ModelShape:
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
+        by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
         by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
@@ -226,6 +229,8 @@ class ModelShape:
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
         check_size(self.streams_size, "streams_size", 4 * LARGEST)
+        if self.msa and self.num_attention_heads % self.msa.n_heads:
+            raise DamagedCheckpoint(f"{self.num_attention_heads} heads for {self.msa.n_heads} heads of an indexer")
         if self.csa and self.projection_size % self.csa.o_groups:
             raise DamagedCheckpoint(f"{self.projection_size} channels of heads in {self.csa.o_groups} groups")
 
@@ -491,7 +496,8 @@ class ModelShape:
     def has_indexer(self, layer: int) -> bool:
         if self.csa:
             return self.csa.pattern[layer] == "C"
-        return self.dsa is not None and self.dsa.layers[layer]
+        indexed = self.dsa or self.msa
+        return indexed is not None and indexed.layers[layer]
 
     def is_hashed(self, layer: int) -> bool:
         """Whether a table chooses a token's experts."""

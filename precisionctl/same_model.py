@@ -50,7 +50,7 @@ def used(model: ModelShape) -> dict[str, object]:
     found |= {"gdn": USED if gdn else None, **gdn}
     if not any(map(model.has_dense_mlp, range(model.num_layers))):
         found["ffn_hidden_size"] = None
-    for name in ("mla", "dsa", "csa", "mhc", "mamba"):
+    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba"):
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:

@@ -388,6 +388,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
     },
+    "minimax-m3": {
+        "model_type": "minimax_m3_vl_text",
+        "num_hidden_layers": 3,
+        "intermediate_size": 32,  # its experts'
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 48,
+        "head_dim": 16,
+        "rotary_dim": 8,  # which its class passes over
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+        "swiglu_limit": 0.5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "dots1": {
         "model_type": "dots1",
         **_EXPERTS,
@@ -644,7 +663,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("keys of other layers", model.num_kv_shared_layers > 0)}
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
-    made |= {("compressed keys", model.csa is not None)}
+    made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 

@@ -33,7 +33,7 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
     """What the convention passes over: half of attention, above the diagonal, padding of values, sinks, routers, gates
-    of shared experts, and what gated delta nets and mixers take beside."""
+    of shared experts, indexers of blocks, and what gated delta nets and mixers take beside."""
     nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
@@ -50,8 +50,9 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
                 above += 2 * sum((length + sink) ** 2 for length in in_chunks) * wide - convention
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
+    indexers = sum(map(model.has_indexer, range(model.num_layers))) * _indexer(model, lengths)
     beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)
-    beside += _beside_streams(model, lengths)
+    beside += _beside_streams(model, lengths) + indexers
     return 6 * (above + sum(lengths) * (routers + gates)) + beside
 
 
@@ -94,6 +95,13 @@ def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
     formula = 3 * 7 * tokens * mamba.inner_size * mamba.state_dim
     convolution = 6 * tokens * mamba.conv_kernel_dim * mamba.conv_size + _of_all(mamba, tokens)
     return counter.get_total_flops() - formula + convolution
+
+
+def _indexer(model: ModelShape, lengths: list[int]) -> int:
+    """What an indexer of blocks takes, forward alone: of queries and keys, and their products."""
+    if model.msa is None:
+        return 0
+    return 2 * (sum(lengths) * flops.indexer(model) + sum(length**2 for length in lengths) * model.msa.query_size)
 
 
 def _beside_streams(model: ModelShape, lengths: list[int]) -> int:

@@ -66,7 +66,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = CoreAttention._attend
 
     def attend_contiguous(self: CoreAttention, heads: Sequence[Tensor], window: int | None) -> Tensor:
-        plain = self.softcap is None and self.softmax_offset is None
+        plain = self.softcap is None and self.softmax_offset is None and self.msa is None
         return attend(self, [each.contiguous() for each in heads] if plain else heads, window)
 
     monkeypatch.setattr(CoreAttention, "_attend", attend_contiguous)

@@ -12,7 +12,7 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import CSA, DSA, MLA, GatedDeltaNet, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
 
@@ -56,6 +56,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),
         dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
+        msa=MSA(groups, draw(sizes), draw(sizes), 5, draw(sizes), (True,) * num_layers),
         moe=MoE(
             *(draw(sizes), 1, draw(sizes), (True,) * num_layers),
             shared_ffn_hidden_size=draw(sizes),

@@ -27,7 +27,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_parts import CSA, DSA, MLA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
@@ -39,6 +39,7 @@ from precisionctl.trainer.model.computes import (
     BESIDE_EXPERTS,
     BESIDE_MIXERS,
     BESIDE_MLA,
+    BESIDE_MSA,
     COMPUTED,
     named_values,
 )
@@ -235,6 +236,7 @@ SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) *
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
+BLOCKS = dataclasses.replace(NO_WINDOW, msa=MSA(2, 8, 3, 2, 1, (False, True)))
 STREAMS = dataclasses.replace(
     NO_WINDOW,
     num_layers=3,
@@ -387,6 +389,18 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
     (LATENT, {"dsa": INDEXED.dsa}),
+    (NO_WINDOW, {"msa": BLOCKS.msa}),
+    *(
+        (BLOCKS, {f"msa.{name}": value})
+        for name, value in {
+            "n_heads": 4,
+            "head_dim": 10,
+            "block_size": 4,
+            "topk_blocks": 3,
+            "local_blocks": 2,
+            "layers": (True, True),
+        }.items()
+    ),
     (DENSE, {"csa": CSA("WC", 3, 6, 2, 5, 2, 4, 1)}),
     (DENSE, {"mhc": STREAMS.mhc}),
     *(
@@ -535,14 +549,16 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
-NAMES = {name for model in (EXPERTS, INDEXED, DELTA, MIXERS, GLOBAL, STREAMS) for name, _ in named_values(model)}
+NAMES = {
+    name for model in (EXPERTS, INDEXED, BLOCKS, DELTA, MIXERS, GLOBAL, STREAMS) for name, _ in named_values(model)
+}
 
 
 def test_gpt_lists_every_field_of_a_model() -> None:
     groups = {
         f"{group}.{field.name}"
         for group, kind in (
-            *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
+            *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
             *(("global_attention", GlobalAttention), ("csa", CSA), ("mhc", HyperConnections)),
         )
         for field in dataclasses.fields(kind)
@@ -574,6 +590,21 @@ BESIDE_CSA_OTHERWISE = {
 }
 
 
+BESIDE_MSA_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_MSA.items() if isinstance(value, bool)},
+    **dict.fromkeys(("attention_chunk_size", "sliding_window"), 2),
+    "attn_logit_softcapping": 3.0,
+    "normalization": "LayerNorm",
+    "num_kv_shared_layers": 1,
+    "softplus_gate": "per-head",
+    "mla": LATENT.mla,
+    "gdn": DELTA.gdn,
+    "global_attention": GLOBAL.global_attention,
+    "msa.head_dim": 2,
+    "msa.n_heads": 1,
+}
+
+
 def _other_than(value: object) -> object:
     if isinstance(value, bool):
         return not value
@@ -598,6 +629,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
+        *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),
     ],
     ids=str,
 )

@@ -117,6 +117,22 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
     },
+    "minimax_m3_vl": {
+        "model_type": "minimax_m3_vl_text",
+        "num_hidden_layers": 3,
+        "dense_intermediate_size": 64,
+        "shared_intermediate_size": 64,
+        "rotary_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "llava_onevision": {"model_type": "qwen2"},
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
@@ -140,8 +156,9 @@ OPTIONAL: dict[str, Any] = {
         "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 20, "patch_size": 2},
         "audio_config": {"audio_embed_dim": 64},
     },
+    "minimax_m3_vl": {"projector_hidden_size": 64},
 }
-"""Towers that a wrapper has only where its config says so."""
+"""Towers that a wrapper has only where its config says so, and sizes that are not the text model's."""
 
 
 def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
@@ -196,5 +213,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
     words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
-    words += ("embed_vision", "audio_tower", "embed_audio", "vision_embedder")
+    words += ("patch_merge_mlp", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}

@@ -35,7 +35,8 @@ class WrapperNames:
     """`body` and `head` of published files, and beginnings of names that are the `same` in the text model alone; the
     `model_type` of a text model whose config says none, with all that its class takes for keys that are not there;
     whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); the rows of its
-    experts where they are not its family's; a `mark` in its towers' names, by which it is told from wrappers whose text
+    experts where they are not its family's; whether published files have what is the second spelling where the text
+    model is alone (`second`); a `mark` in its towers' names, by which it is told from wrappers whose text
     has the same names (empty where it has none of the others')."""
 
     body: str = "language_model.model."
@@ -43,6 +44,7 @@ class WrapperNames:
     text: str = ""
     flat: bool = False
     experts: Either | None = None
+    second: bool = False
     same: tuple[str, ...] = ()
     mark: str = ""
 
@@ -64,6 +66,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
     "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
+    "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", second=True, mark="merge_"),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
     "qwen2_5_vl": WrapperNames(
         "model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark="visual.blocks.0.mlp.gate_proj.bias"
@@ -137,6 +140,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
         _NO_WINDOW | {"norm_topk_prob": True},
     ),
+    "minimax_m3_vl_text": TextModel("minimax_m3_vl_text", _sizes(200064, 6144, 3072, 60, 64, 4, 524288)),
     "glm4v_text": TextModel(
         "glm4",
         _sizes(151552, 4096, 13696, 40, 32, 2, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
@@ -278,14 +282,15 @@ class WrappedArchitecture(Architecture):
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
     """A family's table as a wrapper has it. config.json is compared key by key, so no key is the table's."""
 
-    experts = WRAPPERS[wrapper.model_type].experts
-    rows = tuple(experts if experts and row in EXPERTS else row for row in family.rows)
+    kind = WRAPPERS[wrapper.model_type]
+    rows = tuple(kind.experts if kind.experts and row in EXPERTS else row for row in family.rows)
 
     def renamed(row: Row) -> Row:
         return replace(row, names=tuple(map(wrapper.name_of, row.hf)))
 
     def renamed_either(either: Either) -> Either:
-        return replace(either, first=tuple(map(renamed, either.first)), second=tuple(map(renamed, either.second)))
+        first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))
+        return Either(second, first, in_memory=True) if kind.second else replace(either, first=first, second=second)
 
     return WrappedArchitecture(
         model_types=family.model_types,

@@ -25,6 +25,7 @@ FUSED = (
     ("w1", "w3"),
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
+    ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""
 
@@ -43,7 +44,18 @@ Ragged = Literal["never", "alone", "last"]
 the last of several that are fused."""
 
 _STORED_FUSED = ("qkv_proj", "gate_up_proj")
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
+_BY_OUTPUTS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "w1",
+    "w3",
+    "q_b_proj",
+    "kv_b_proj",
+    "index_q_proj",
+)
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
 _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
@@ -134,7 +146,7 @@ class ServingLayout:
         heads are replicated."""
         if linear == "q_proj" and self.heads % self.ranks:
             return 0
-        if linear in ("k_proj", "v_proj") and self.ranks > self.groups:
+        if linear in ("k_proj", "v_proj", "index_q_proj") and self.ranks > self.groups:
             return rows // self.groups if self.ranks % self.groups == 0 else 0
         return self._divided(rows)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable
 from precisionctl.fp8.carry import FIXED_SCALES
 from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
@@ -34,8 +35,10 @@ def input_amaxes(
     """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
     MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state. If it is in a layer
     of multi-token prediction, of a weight that is codes in exports alone, or the model is not `tabled`, no command
-    records it, and this is Unrecordable."""
-    if exported := [name for job in jobs if job.row.only_exported for name in job.writes]:
+    records it, and this is Unrecordable. What engines compute as one has one input."""
+    recorded = {fused(job.writes[0]) for job in jobs if job.row.gemm}
+    exported = [job.writes[0] for job in jobs if job.row.only_exported and fused(job.writes[0]) not in recorded]
+    if exported:
         kinds = dict.fromkeys("*." + name.removesuffix(".weight").rpartition(".")[2] for name in exported)
         left = " ".join(f"--exclude '{kind}'" for kind in kinds)
         what = f"no command records the input of `{exported[0]}`, which no recipe multiplies in FP8"
@@ -50,7 +53,7 @@ def input_amaxes(
         raise Unrecordable(what, do=f"{nobody}, so {_BY_ENGINE}")
     amaxes = {}
     for job in jobs:
-        if job.row.unused:  # it has no input; what engines fuse it with has
+        if job.row.unused or job.row.only_exported:  # what engines fuse it with has its input
             continue
         state = states.modules.get(job.module)
         amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())

@@ -5,9 +5,10 @@ are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for f
 that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
 itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
 size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
-window, the compressed keys that a query may choose, and the indexer. Routers, what joins residual streams, norms,
-rotary embedding and softmax do not count, nor what `train.recompute` and the guard's passes compute additionally: these
-are FLOPs of the model, not of the machine.
+window, the compressed keys that a query may choose, and the indexer; of MiniMax-M3's all pairs, whichever blocks its
+indexer chooses, and not the indexer. Routers, what joins residual streams, norms, rotary embedding and softmax do not
+count, nor what `train.recompute` and the guard's passes compute additionally: these are FLOPs of the model, not of the
+machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -125,10 +126,13 @@ def per_layer_input(model: ModelShape) -> int:
 
 
 def indexer(model: ModelShape) -> int:
-    """The number of weights in a layer's indexer: DeepSeek-V3.2's multiplies no token here."""
+    """The number of weights in a layer's indexer: DeepSeek-V3.2's multiplies no token here, and MiniMax-M3's those of
+    long texts, in the forward alone."""
     if model.csa:
         keys = 2 * model.csa.overlapping_size
         return model.csa.q_lora_rank * model.csa.query_size + model.hidden_size * (keys + model.csa.n_heads)
+    if model.msa:
+        return model.hidden_size * (model.msa.query_size + model.msa.head_dim)
     if model.dsa is None:
         return 0
     latent = (model.mla.q_lora_rank if model.mla else None) or model.hidden_size

@@ -69,7 +69,9 @@ class Parameters:
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
 
         def dense(layer: int) -> int:
-            attention = projections(model, layer) + (indexer(model) if model.dsa and model.has_indexer(layer) else 0)
+            attention = projections(model, layer)
+            if model.has_indexer(layer) and not model.csa:  # whose is among its projections
+                attention += indexer(model)
             if model.unused_kv and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
             attention += per_layer_input(model) + connections(model) + _tables(model, layer)
@@ -259,16 +261,17 @@ def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
         made += read + _delta_net(model.gdn, kept) / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
-        made += read + _attention(attention, kept, length, shares_kv) / kept.tensor
+        of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
+        made += read + _attention(attention, kept, length, shares_kv, of_blocks) / kept.tensor
     return made
 
 
-def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> float:
+def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool, of_blocks: bool) -> float:
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
-    that it `shares_kv` with."""
+    that it `shares_kv` with; with `of_blocks`, in texts of which an indexer chooses keys."""
     heads, out = model.num_attention_heads, model.projection_size
     capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset
-    kernels = kept.kernels and not capped and not sinks
+    kernels = kept.kernels and not capped and not sinks and not of_blocks
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
@@ -296,6 +299,8 @@ def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool) -> 
         core = 4 * heads + 2 * out
         if sinks or (out < model.query_size and not kernels):  # what is attended is cut out of wider heads
             core += 2 * model.query_size
+        if of_blocks:  # a mask for each group, and what groups give, put together
+            core += 2 * length * model.num_query_groups + 2 * out
         if sinks:
             core += 2 * SINK_CHANNELS * 2 * (heads + model.num_query_groups)
     return made + core + (kept.input * out if kept.input < 2 else 0)

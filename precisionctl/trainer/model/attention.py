@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import DSA, MLA
+from precisionctl.model_parts import DSA, MLA, MSA
 from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.block_indexer import BlockIndexer, attend_to_blocks
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
 class CoreAttention(nn.Module):
     """Softmax over the keys that a query sees, of scores that may be capped (Gemma 2). `softmax_offset` (gpt-oss's
-    sinks) is, for each head, the score of one more key, whose value is zero."""
+    sinks) is, for each head, the score of one more key, whose value is zero. In long texts an `indexer` chooses which
+    keys those are."""
 
-    def __init__(self, model: ModelShape, backend: Backend, scale: float) -> None:
+    def __init__(self, model: ModelShape, backend: Backend, scale: float, msa: MSA | None = None) -> None:
         super().__init__()
         self.scale, self.softcap = scale, model.attn_logit_softcapping
         sinks = torch.zeros(
@@ -33,13 +35,17 @@ class CoreAttention(nn.Module):
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
         plain = self.softcap is None and self.softmax_offset is None
         self.kernel = backend.attention(model, scale) if plain else None
+        self.msa = msa
+        self.indexer: nn.Module | None = BlockIndexer(model, msa, backend) if msa else None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        """Queries `[B, S, G * R, D]`, keys `[B, S, G, D]` and values `[B, S, G, channels]`; gives
-        `[T, G * R * channels]`."""
-        heads, packed, window = (query, key, value), positions.packed, positions.window
-        if self.kernel is not None:
-            attended: Tensor = self.kernel(*heads, packed, window)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, index: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """Queries `[B, S, G * R, D]`, keys `[B, S, G, D]` and values `[B, S, G, channels]`, with the `index` that a
+        BlockIndexer makes, if it is to choose; gives `[T, G * R * channels]`."""
+        heads, packed, window = (query, key, value, *index), positions.packed, positions.window
+        if self.kernel is not None and not index:
+            attended: Tensor = self.kernel(query, key, value, packed, window)
         elif packed is None:
             attended = self._attend(heads, window)
         else:
@@ -49,7 +55,10 @@ class CoreAttention(nn.Module):
         return attended.reshape(query.shape[:2].numel(), -1)
 
     def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
-        """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, channels of a value]`."""
+        """Queries, keys and values of texts that are S tokens long, and an index, if there is one; gives
+        `[B, S, G * R, channels of a value]`."""
+        if self.msa and len(heads) > 3:
+            return attend_to_blocks(heads, self.msa, self.scale)
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
         mask, channels = sliding_window_mask(key.shape[2], window, key.device), value.shape[3]
         if self.softcap is not None:
@@ -132,7 +141,9 @@ class SelfAttention(nn.Module):
     value unless keys are values; of a layer that `shares_kv`, queries and gates alone. `model` is that of
     `attention_of` for this kind of layer."""
 
-    def __init__(self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False) -> None:
+    def __init__(
+        self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False, msa: MSA | None = None
+    ) -> None:
         super().__init__()
         self.name, self.backend = f"{name}.core_attention", backend
         self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
@@ -141,7 +152,7 @@ class SelfAttention(nn.Module):
         own = () if shares_kv else (self.head,) if model.keys_are_values else (self.head, model.value_channels)
         self.own_kv: tuple[int, ...] = own  # rows of the key and value of a group
         rows = model.qkv_size - (model.key_value_size if shares_kv else 0)
-        self.linear_qkv = column_linear(
+        self.linear_qkv: Any = column_linear(
             backend, f"{name}.linear_qkv", hidden, rows, bias, norm if model.fused_input_layernorm else None
         )
         self.q_layernorm: nn.Module = nn.Identity()
@@ -163,7 +174,8 @@ class SelfAttention(nn.Module):
         self.linear_gate: nn.Linear | None = None
         if model.softplus_gate:
             self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
-        self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
+        scale = 1 / math.sqrt(model.query_pre_attn_scalar or self.head)
+        self.core_attention = CoreAttention(model, backend, scale, msa)
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear or model.proj_bias, "row"
         )
@@ -194,7 +206,7 @@ class SelfAttention(nn.Module):
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
-        attended = self.core_attention(query, key, value, positions)
+        attended = self.core_attention(query, key, value, positions, self._index(hidden, positions))
         if self.gated:
             attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
         if self.linear_gate is not None:
@@ -204,6 +216,15 @@ class SelfAttention(nn.Module):
             attended = (by_gate * opened[..., None]).to(attended.dtype).view_as(attended)
         out: Tensor = self.linear_proj(attended)
         return out, (key, value)
+
+    @torch.no_grad()
+    def _index(self, hidden: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        """What an indexer makes of hidden states `[T, E]`, in texts of which it does not choose all keys."""
+        core, longest = self.core_attention, positions.packed.longest if positions.packed else positions.shape[1]
+        if core.indexer is None or core.msa is None or longest <= core.msa.dense_length:
+            return ()
+        index: tuple[Tensor, ...] = core.indexer(self.linear_qkv.gemm_input(hidden).to(hidden.dtype), positions)
+        return index
 
     def _placed(self, heads: Tensor, norm: nn.Module, positions: Positions) -> Tensor:
         """Queries or keys `[B, S, heads, D]`, normalised and turned by their positions."""

@@ -34,7 +34,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
     **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
-        ("rope_scaling", "mla", "dsa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
+        ("rope_scaling", "mla", "dsa", "msa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
@@ -44,6 +44,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
+    **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
+    "msa.layers": ANY,
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
@@ -106,6 +108,16 @@ BESIDE_CSA: Mapping[str, object] = {
 }
 """What layers with compressed keys compute of these."""
 
+BESIDE_MSA: Mapping[str, object] = {
+    **dict.fromkeys(("mla", "dsa", "csa", "gdn", "mamba", "global_attention", "sliding_window"), None),
+    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "softplus_gate"), None),
+    **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual"), False),
+    "normalization": "RMSNorm",
+    "pre_layernorms": True,
+    "num_kv_shared_layers": 0,
+}
+"""What a model with indexers of blocks computes of these."""
+
 
 def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
@@ -126,10 +138,13 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_DELTA_NETS if model.gdn else {}),
         **(BESIDE_MIXERS if model.mamba else {}),
         **(BESIDE_CSA if model.csa else {}),
+        **(BESIDE_MSA if model.msa else {}),
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
         "dsa": model.dsa and not model.query_latent,
+        "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
+        "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
         "mhc": model.mhc and not model.csa,
         "moe.n_hash_layers": model.moe and model.moe.n_hash_layers and not model.csa,
@@ -155,6 +170,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "csa", "mhc", "gdn", "mamba", "global_attention"):
+    for group in ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "mamba", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -38,7 +38,8 @@ class Layer(ResidualLayer):
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
         else:
             attention, shares_kv = model.attention_of(self.kind.in_window), model.shares_kv(number)
-            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend, shares_kv)
+            msa = model.msa if model.has_indexer(number) else None
+            self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend, shares_kv, msa)
         later = range(number + 1, model.num_layers)
         self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
         moe = model.moe if model.has_experts(number) else None
