@@ -30,7 +30,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.precision import Precision
-from precisionctl.trainer.measure.memory import Parameters
+from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.engine_rules import check
 

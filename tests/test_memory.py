@@ -25,8 +25,9 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.reports.inspect import describe
 from precisionctl.trainer.data.batch import Piece, make_batch
-from precisionctl.trainer.measure import memory, preflight
-from precisionctl.trainer.measure.memory import Parameters, estimate
+from precisionctl.trainer.measure import activations, memory, preflight
+from precisionctl.trainer.measure.memory import estimate
+from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model import mlp
 from precisionctl.trainer.model.attention import CoreAttention
 from precisionctl.trainer.model.gpt import GPT
@@ -110,14 +111,14 @@ def assert_kept(family: str, name: str, kernels: bool = False) -> None:
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
-    kept = memory._Kept.of(model, made, "emulated", kernels)
+    kept = activations.Kept.of(model, made, "emulated", kernels)
     layers, length = range(model.num_layers), 4 * CHUNK if model.gdn or model.mamba else LENGTH
     weights = [
         sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)
     ]
-    expected = sum(memory._layer(model, layer, kept, length) * length + weights[layer] for layer in layers)
+    expected = sum(activations._layer(model, layer, kept, length) * length + weights[layer] for layer in layers)
     last = length * ((kept.norm + 2) * model.hidden_size + 2 * model.padded_vocab_size)
-    last += length * memory._read_streams(model) if model.mhc else 0
+    last += length * activations._read_streams(model) if model.mhc else 0
     assert 0.91 < (expected + last) / saved(model, made, length) < 1.1
 
 

@@ -29,7 +29,7 @@ from precisionctl.launch.frameworks import launch
 from precisionctl.precision import Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe, summary
-from precisionctl.trainer.measure.memory import Parameters
+from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.model.gpt import GPT
 
 NAMES: dict[str, dict[str, str]] = {

@@ -8,8 +8,10 @@ import torch
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.measure.activations import pass_bytes
 from precisionctl.trainer.measure.flops import training_flops
-from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory, Parameters, pass_bytes
+from precisionctl.trainer.measure.memory import PROCESS_GPU, PROCESS_OF_SEVERAL, Memory
+from precisionctl.trainer.measure.parameters import Parameters
 from precisionctl.trainer.measure.preflight import MOST_RANKS, Preflight, free_memory
 
 

@@ -9,7 +9,7 @@ TOKENS, REAL, PADDED = 1024, 65_000, 65_536
 
 
 def test_the_loss_is_cross_entropy_in_the_memory_of_its_gradient() -> None:
-    """As memory.py counts it: a gradient in the logits' dtype."""
+    """As `loss_bytes` counts it: a gradient in the logits' dtype."""
     logits = torch.randn(1, TOKENS, PADDED, device="cuda", dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(REAL, (1, TOKENS), device="cuda")
     mask = torch.rand(1, TOKENS, device="cuda") < 0.9

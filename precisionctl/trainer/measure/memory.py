@@ -1,35 +1,18 @@
 """Estimate the memory that a run will take on each rank, by formulas, before anything is loaded.
 
-Activations are counted as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
-arXiv 2205.05198), section 4: the bytes for each token that each operation saves for the backward. Their 34 s b h
-(equation 1) is for GPT with dropout and without grouped queries, gates, experts or fused attention; here these are
-counted as the trainer's modules save them, which tests compare with what autograd saves. The state of parameters is
-counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
+The state of parameters is counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1; a pass as
+`activations.py` says.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from precisionctl.model_parts import CSA, GatedDeltaNet, HyperConnections, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.flops import (
-    beside_experts,
-    compressed_rows,
-    compression,
-    connections,
-    indexer,
-    mlp,
-    mlp_used,
-    per_layer_input,
-    projections,
-)
-from precisionctl.trainer.model.attention import SINK_CHANNELS
+from precisionctl.trainer.measure.activations import Kept, pass_bytes
+from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.loss import loss_bytes
-from precisionctl.trainer.model.mlp import is_swiglu
-from precisionctl.trainer.model.recurrence import CHUNK
 
 
 @dataclass(frozen=True)
@@ -52,70 +35,9 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.passes + self.process
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Numbers of parameters: of each layer's dense part, of each layer's experts, and outside of layers (including
-    multi-token prediction layers, which are not trained)."""
-
-    dense: tuple[int, ...]
-    experts: tuple[int, ...]
-    outside: int
-
-    @staticmethod
-    def of(model: ModelShape) -> "Parameters":
-        """Count linears, embedding and output layer; norms, biases and convolutions, a thousandth, are neglected."""
-        layers, moe = range(model.num_layers), model.moe
-        table = model.hidden_size * model.padded_vocab_size
-        places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
-
-        def dense(layer: int) -> int:
-            attention = projections(model, layer)
-            if model.has_indexer(layer) and not model.csa:  # whose is among its projections
-                attention += indexer(model)
-            if model.unused_kv and model.shares_kv(layer):
-                attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
-            attention += per_layer_input(model) + connections(model) + _tables(model, layer)
-            if moe is None or not model.has_experts(layer):
-                return attention + mlp_used(model, layer)
-            return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
-
-        def experts(layer: int) -> int:
-            if moe is None or not model.has_experts(layer):
-                return 0
-            return moe.num_experts * mlp(model, moe.ffn_hidden_size, model.expert_hidden_size)
-
-        ahead = 0
-        if model.mtp_num_layers:
-            alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
-            joining = model.doubled_hidden_size * model.hidden_size + _head(model)
-            blocks = slice(None if model.mamba else -1, None)
-            ahead = model.mtp_num_layers * (sum(alike.dense[blocks]) + sum(alike.experts[blocks]) + joining)
-        per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
-        outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead + _head(model)
-        return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
-
-    @property
-    def all(self) -> int:
-        return sum(self.dense) + sum(self.experts) + self.outside
-
-    def layers(self, parallel: ParallelSettings) -> list[int]:
-        """The parameters of each layer that a rank has while the layer computes."""
-        each = zip(self.dense, self.experts, strict=True)
-        return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
-
-
-def _tables(model: ModelShape, layer: int) -> int:
-    """Numbers that are no linear's: the experts of each token, and what is added to the tokens of a window."""
-    hashed = model.vocab_size * model.moe.topk if model.moe and model.is_hashed(layer) else 0
-    rows = compressed_rows(model, layer)
-    if model.csa and model.has_indexer(layer):
-        rows += model.csa.overlapping_size
-    return hashed + compression(model, layer) * rows
-
-
-def _head(model: ModelShape) -> int:
-    """Weights by which one of the residual streams is made."""
-    return model.mhc.num_residual_streams * model.streams_size if model.mhc else 0
+PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
+"""Bytes of Python, PyTorch and their libraries, alone and with several ranks; on a GPU bytes of libraries' workspaces
+and of what the allocator cannot use."""
 
 
 def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
@@ -127,10 +49,10 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
-    codes = _Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
+    codes = Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
     after += codes * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
-        after += 6 * 4 * max(_tensors(model))
+        after += 6 * 4 * max(tensor_sizes(model))
     passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu), kernels=gpu)
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
@@ -157,11 +79,6 @@ def _histories(model: ModelShape, recipe: Recipe) -> int:
     return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 
 
-PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
-"""Bytes of Python, PyTorch and their libraries, alone and with several ranks; on a GPU bytes of libraries' workspaces
-and of what the allocator cannot use."""
-
-
 def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:
     """The bytes that FSDP2 holds in gathered form at a time. In BF16: the layer that computes and the next one. In BF16
     and FP32: one layer's gradients, while they are reduced. All the time: embedding, output layer and their gradients.
@@ -173,217 +90,3 @@ def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool)
     if parallel.gather == "per-update":
         return (2 + (4 if several else 0)) * (sum(layers) + outside) + reduced
     return (2 + 2) * layer + reduced + (2 + 2) * outside
-
-
-def pass_bytes(
-    model: ModelShape,
-    recipe: Recipe,
-    backend: BackendName,
-    loss_bytes: Callable[[int], int],
-    kernels: bool = False,
-) -> int:
-    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss takes for so many
-    logits, and what a layer's backward takes besides. `kernels` as in _Kept."""
-    kept, length = _Kept.of(model, recipe, backend, kernels), recipe.data.sequence_length
-    tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
-    codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
-    layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    activated = max(model.fc1_size, model.kv_shared_fc1_size)
-    others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
-    others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
-    others.append(model.streams_size)
-    if model.moe:
-        activated = max(activated, model.moe.topk * model.expert_fc1_size)
-        others.append(model.moe.topk * model.expert_hidden_size)
-    working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
-    working += 8 * max(_tensors(model)) if kept.codes else 0
-    logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
-    last = ((kept.norm + 2) * model.hidden_size + (_read_streams(model) if model.mhc else 0)) * tokens
-    if recipe.train.recompute == "layer":
-        inputs = 2 * model.streams_size * tokens * model.num_layers
-        beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
-        read = {model.kv_layer(each) for each in range(model.num_layers) if model.shares_kv(each)}
-        beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
-        held = sum(codes) if recipe.casts_once else 0
-        return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
-    return round(sum(layers) + last + max(logits, working))
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Bytes that are saved for the backward, for each element of a norm's input (`norm`), of a GEMM's input (`input`)
-    and of a weight (`codes`). Bytes that a layer's backward takes meanwhile, for each element of what an MLP's
-    activation reads (`activated`), and of the largest of what other GEMMs read or make (`working`). A layer's channels
-    are divided by `tensor` ranks, its tokens between GEMMs by `tokens` ranks. `kernels`: one kernel each computes
-    SwiGLU (gpu_kernels.py) and attention (TE's), as on a GPU."""
-
-    norm: int
-    input: float
-    codes: int
-    activated: int
-    working: int
-    tensor: int = 1
-    tokens: int = 1
-    kernels: bool = False
-
-    @staticmethod
-    def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "_Kept":
-        """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
-        keeps codes of weights for the forward, and transposed ones for the backward."""
-        tensor = recipe.parallel.tensor
-        tokens = tensor if recipe.parallel.sequence else 1
-        emulated, fp8 = backend == "emulated", recipe.precision.fp8
-        codes = 0 if not fp8 else 1 if emulated else 2
-        grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
-        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
-        working = 12 if emulated and fp8 else 8
-        # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
-        activated = 4 if kernels and is_swiglu(model) else working
-        return _Kept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels)
-
-
-def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
-    """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
-    norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
-    made = norms * kept.norm * model.hidden_size / kept.tokens
-    if model.has_dense_mlp(layer) or model.has_experts(layer):
-        made += _inner(model, layer, kept)
-    if model.per_layer_embed_dim:
-        made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
-    read = kept.input * model.hidden_size
-    if model.mhc:
-        made += 2 * _streams(model, model.mhc)
-    if model.csa:
-        return made + read + _compressed_attention(model, model.csa, layer, kept, length)
-    if model.mamba and model.has_mixer(layer):
-        made += read + _mixer(model.mamba, kept) / kept.tensor
-    elif model.gdn and model.has_delta_net(layer):
-        made += read + _delta_net(model.gdn, kept) / kept.tensor
-    elif model.has_attention(layer):
-        attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
-        of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
-        made += read + _attention(attention, kept, length, shares_kv, of_blocks) / kept.tensor
-    return made
-
-
-def _attention(model: ModelShape, kept: _Kept, length: int, shares_kv: bool, of_blocks: bool) -> float:
-    """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
-    that it `shares_kv` with; with `of_blocks`, in texts of which an indexer chooses keys."""
-    heads, out = model.num_attention_heads, model.projection_size
-    capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset
-    kernels = kept.kernels and not capped and not sinks and not of_blocks
-    if model.mla:
-        latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
-        made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
-    else:
-        keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
-        altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
-        if kernels or sinks or (altered and not shares_kv):
-            made = 2 * (model.query_size + keys + keys)  # no part of the projection's output, but values by themselves
-        else:
-            rotated = 0 if model.learned_positions else 2
-            made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
-        if model.clip_qkv is not None:  # what is clamped, too
-            made += 2 * model.qkv_size
-        if model.attention_output_gate:  # the sigmoid, its other factor, and the product
-            made += (4 + 4) * model.query_size
-        if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
-            made += (2 + 4 + 4) * model.gate_size + 2 * out
-        if model.qk_layernorm or model.qk_l2_norm:
-            made += kept.norm * (model.query_size + keys)
-        if model.v_l2_norm:
-            made += kept.norm * keys
-    if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
-        core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
-    else:
-        core = 4 * heads + 2 * out
-        if sinks or (out < model.query_size and not kernels):  # what is attended is cut out of wider heads
-            core += 2 * model.query_size
-        if of_blocks:  # a mask for each group, and what groups give, put together
-            core += 2 * length * model.num_query_groups + 2 * out
-        if sinks:
-            core += 2 * SINK_CHANNELS * 2 * (heads + model.num_query_groups)
-    return made + core + (kept.input * out if kept.input < 2 else 0)
-
-
-def _delta_net(gdn: GatedDeltaNet, kept: _Kept) -> float:
-    """Bytes that a gated delta net saves for the backward for each token, in rows of several chunks."""
-    heads, keys = gdn.num_value_heads, gdn.num_value_heads * gdn.key_head_dim  # for each value head
-    made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
-    # All FP32: products of the tokens of a chunk with each other, keys, queries and what they read, values and steps,
-    # and the state of each chunk
-    rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
-    return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
-
-
-def _mixer(mamba: Mamba2, kept: _Kept) -> float:
-    """Bytes that a Mamba-2 mixer saves for the backward for each token, in rows of several chunks."""
-    heads, vectors = mamba.num_heads, 2 * mamba.num_groups * mamba.state_dim
-    made = 4 * mamba.conv_size + 16 * heads
-    # All FP32: products of the tokens of a chunk with each other, B and C, values, and the state of each chunk
-    space = (
-        2 * 4 * CHUNK * heads
-        + 4 * CHUNK * mamba.num_groups
-        + 2 * 4 * vectors
-        + 5 * 4 * mamba.inner_size
-        + 2 * 4 * mamba.inner_size * mamba.state_dim // CHUNK
-    )
-    return made + space + (kept.norm + 4 + 4 + 4 + kept.input) * mamba.inner_size
-
-
-def _read_streams(model: ModelShape) -> float:
-    """Bytes that reading the residual streams saves for each token: they, in FP32 too, normalised."""
-    return (2 + 4 + 4) * model.streams_size
-
-
-def _streams(model: ModelShape, mhc: HyperConnections) -> float:
-    """Bytes that joining a block to the residual streams saves for each token: what it reads and gives, and the matrix
-    after each half of an iteration, with its sums."""
-    number = mhc.num_residual_streams
-    halves = 2 * mhc.mhc_sinkhorn_iterations * 4 * number * (number + 1)
-    return _read_streams(model) + 2 * model.hidden_size + halves
-
-
-def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: _Kept, length: int) -> float:
-    """Bytes that attention to a window and to compressed keys saves for each token."""
-    heads, out, rows = model.num_attention_heads, model.projection_size, compressed_rows(model, layer)
-    ratio = compression(model, layer)
-    keys = length + (length // ratio if ratio else 0)
-    latents = (kept.norm + kept.input) * csa.q_lora_rank + kept.norm * model.kv_channels
-    # Queries as they are, in FP32, and turned; for each pair FP32 and BF16 weights; keys for each head, twice
-    core = (2 + 4 + 2) * out + heads * keys * (4 + 2) + 2 * 2 * out * keys / length
-    made = (2 + 2 + 4 + 2) * rows if keys > length else 0
-    return latents + core + made + 2 * out + kept.input * csa.grouped_size
-
-
-def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
-    """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
-    hidden, moe = model.hidden_size, model.moe
-    read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
-    channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
-    channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
-    channel /= kept.tensor
-    if moe is None or not model.has_experts(layer):
-        return kept.input * hidden + channel * model.ffn_size(layer)
-    router = 4 * hidden + 16 * moe.num_experts
-    if moe.sparsemixer_eps:  # a softmax and what it leaves out, for each expert chosen
-        router += (4 + 1 + 1) * moe.topk * moe.num_experts
-    if moe.own_norms:  # on all tokens the router's (two FP32 values) and the experts'; then those behind experts
-        router += (4 + 4 + kept.norm) * hidden
-        router += (1 + model.shared_experts) * kept.norm * hidden // kept.tokens
-    shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
-    if moe.shared_expert_gate:
-        shared += 2 * hidden  # the gate's other factor
-    width = model.expert_hidden_size
-    routed = moe.topk * (kept.input * width + channel * moe.ffn_hidden_size + 2 * width)
-    if moe.latent_size:  # inputs of the projections to it and back
-        routed += kept.input * (hidden + width)
-    return router + shared + routed
-
-
-def _tensors(model: ModelShape) -> Iterator[int]:
-    """Sizes of the larger linears' weights."""
-    of_attention = (size for each in model.attentions for size in (each.qkv_size, each.projection_size))
-    yield model.hidden_size * max(model.fc1_size, model.kv_shared_fc1_size, *of_attention)
-    yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
-    yield from (model.hidden_size * each.in_proj_size for each in (model.gdn, model.mamba) if each)
