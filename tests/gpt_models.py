@@ -6,6 +6,7 @@ from typing import Any
 import pico
 import torch
 from in_memory import InMemory, to_megatron
+from installed import BEFORE_5_23
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +22,8 @@ VOCABULARY = pico.SIZES["vocab_size"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
     # of fewer heads many scores are exactly 0, and which of these keys an indexer chooses is an accident of the length
     "deepseek-v4": ("deepseek-v4", {"index_n_heads": 16}),
+    # before transformers 5.23 its norm had one group, whatever config.json said
+    **{name: (name, {"mamba_n_groups": 1}) for name in ("granite-hybrid", "granite-hybrid-dense") if BEFORE_5_23},
     "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama to be stretched": (
         "llama-2",
