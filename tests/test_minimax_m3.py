@@ -166,6 +166,7 @@ def test_words_that_say_another_model_than_transformers_makes_are_refused(
         "sparse_score_type": "mean",
         "sparse_init_block": 1,
         "sparse_disable_index_value": [0, 0, 1],
+        "use_index_cache": True,
         "swiglu_alpha": 1.0,
         "swiglu_beta": 0.0,
         "use_gemma_norm": False,

@@ -2,11 +2,10 @@
 blocks of keys that a query sees.
 
 Traps: norms store their factor less one; `intermediate_size` is an expert's; gate and up do not alternate; the router
-is FP32 as released. Published files and transformers' class have two words for almost everything in config.json, of
-which transformers' own is no other program's (`sparse_attention_config`, `moe_layer_freq`), and other names for most
-tensors. Published is the wrapper alone; what transformers saves of the text model has the names of its class, and it
-reads no others. `rotary_dim` is what engines go by, and transformers passes over it. config.json counts prediction
-layers, of which no file has tensors.
+is FP32 as released. Published files have words of their own in config.json (`sparse_attention_config`,
+`moe_layer_freq`), which transformers reads and does not write, and other names of tensors than its class. Published is
+the wrapper alone; of a text model by itself transformers reads the names of its class and no others. It passes over
+`rotary_dim`, by which engines go. config.json counts prediction layers, of which no file has tensors.
 """
 
 from collections.abc import Mapping
@@ -236,6 +235,7 @@ ARCHITECTURE = Architecture(
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.0),
+        Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
         Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         Rule(

@@ -67,12 +67,14 @@ def attend_to_blocks(heads: Sequence[Tensor], msa: MSA, scale: float) -> Tensor:
     """Of texts that are S tokens long: queries `[B, S, G * R, D]`, keys `[B, S, G, D]`, values `[B, S, G, channels]`,
     and the indexer's queries and keys as it makes them, to what heads give, `[B, S, G * R, channels]`."""
     query, key, value, index_query, index_key = heads
-    attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    attention = partial(F.scaled_dot_product_attention, scale=scale)
     each = (tensor.chunk(key.shape[2], 2) for tensor in (query, key, value))
     groups = zip(*each, index_query.unbind(2), strict=True)
     given = []
-    for *of_group, index in groups:
+    for of_group, one_key, one_value, index in groups:
         mask = seen(index, index_key[:, :, 0], msa)[:, None]
-        here = (tensor.transpose(1, 2) for tensor in of_group)
-        given.append(product(attention, *here, mask))
+        queries = of_group.transpose(1, 2)
+        # for each query head: of PyTorch's kernels on a GPU, none that takes a mask groups queries by itself
+        of_heads = (one.transpose(1, 2).expand(-1, queries.shape[1], -1, -1) for one in (one_key, one_value))
+        given.append(product(attention, queries, *of_heads, mask))
     return torch.cat(given, 1).transpose(1, 2)
