@@ -168,7 +168,72 @@ class Mxfp4Inputs:
         return Quantized(Operand(decoded, decoded.new_ones(())))
 
 
-InputQuantizer = StaticInputs | TokenInputs | GroupInputs | Nvfp4Inputs | Mxfp4Inputs
+@dataclass(frozen=True)
+class StoredIntegers:
+    """A weight in INT8: its numbers, FP32 `[out, in]`, and `scale_inv`, FP32 `[out, 1]`. Engines sum their products in
+    INT32; these are FP32 sums of the same numbers."""
+
+    numbers: Tensor
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(Operand(self.numbers, self.scale_inv))
+
+
+@dataclass(frozen=True)
+class Int8Inputs:
+    """Inputs in INT8 under one fixed scale, FP32 `[]`: divided by it, or, with a `zero` point, FP32 `[]`, multiplied by
+    its reciprocal and rounded before the zero point is added, as vLLM's kernels do
+    (csrc/quantization/w8a8/int8/scaled_quant.cu, static_scaled_int8_quant)."""
+
+    scale_inv: Tensor
+    zero: Tensor | None = None
+    words = "static"
+
+    @classmethod
+    def of_range(cls, lowest: Tensor, highest: Tensor) -> "Int8Inputs":
+        """With a zero point, for the range of inputs that several linears share, FP32 `[]`, as vLLM makes it when it
+        loads them (kernels/linear/scaled_mm, process_weights_after_loading)."""
+        scale = (highest - lowest) / 255
+        return cls(scale, (-128 - lowest / scale).trunc())
+
+    def quantize(self, values: Tensor) -> Quantized:
+        if self.zero is None:
+            numbers = (values.float() / self.scale_inv).round_().clamp_(-128, 127)
+        else:
+            numbers = _less(self.zero, (values.float() * self.scale_inv.reciprocal()).round_())
+        return Quantized(Operand(numbers, self.scale_inv))
+
+
+@dataclass(frozen=True)
+class Int8TokenInputs:
+    """Inputs `[tokens, in]` in INT8 with a scale for each token: multiplied by 127 / amax or, with a `zero_point`, by
+    the reciprocal of a 255th of the token's range, as vLLM's kernels do (dynamic_scaled_int8_quant)."""
+
+    zero_point: bool
+    words = "dynamic per-token"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        values = values.float()
+        if self.zero_point:
+            lowest, highest = values.aminmax(dim=1, keepdim=True)
+            scale = (highest - lowest) / 255
+            there = scale > 0
+            used = torch.where(there, scale, 1.0)
+            zero = torch.where(there, (-128 - lowest / used).round_(), 0.0)
+            return Quantized(Operand(_less(zero, (values * used.reciprocal()).round_()), scale))
+        amax = values.abs().amax(1, keepdim=True)
+        factor = torch.where(amax > 0, torch.full_like(amax, 127) / amax, 0.0)
+        return Quantized(Operand((values * factor).round_().clamp_(-128, 127), amax / 127))
+
+
+def _less(zero: Tensor, numbers: Tensor) -> Tensor:
+    """What integers are worth once the zero point has been added, they have been cut to eight bits, and it has been
+    taken away again."""
+    return numbers.add_(zero).clamp_(-128, 127).sub_(zero)
+
+
+InputQuantizer = StaticInputs | TokenInputs | GroupInputs | Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs
 
 
 def _as_e2m1(values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, packings_of, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
@@ -43,9 +43,11 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     method = recognise(reader.config)
-    if (packed := in_four_bits(reader)) and not (method and method.spelling and method.spelling.four_bits):
+    known = method.spelling.four_bits.values() if method and method.spelling else ()
+    ruled = {form.name for form in known}
+    if unruled := [packing.name for packing in packings_of(reader).values() if packing.name not in ruled]:
         raise UnknownFormat(
-            f"there are no rules for {next(iter(packed.values())).name} as this directory stores it",
+            f"there are no rules for {unruled[0]} as this directory stores it",
             where=reader.path,
             do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )
