@@ -11,7 +11,7 @@ from torch import Tensor
 
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP
+from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
@@ -157,13 +157,16 @@ class Nvfp4Inputs:
 @dataclass(frozen=True)
 class Mxfp4Inputs:
     """Inputs `[tokens, in]` in MXFP4: for 32 of a token the power of two above amax / 6, as FlashInfer's kernel rounds
-    it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16."""
+    it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16. Or `even`, the scales
+    that weights get: vLLM's of Quark's directories on every GPU (quant_dequant_mxfp4, scale_calculation_mode)."""
 
+    even: bool = False
     words = "dynamic per-32"
 
     def quantize(self, values: Tensor) -> Quantized:
         groups = values.float().reshape(-1, MXFP4_GROUP)
-        scales = numerics.power_of_2_above(groups.abs().amax(1, keepdim=True) * (1 / E2M1_MAX))
+        amax = groups.abs().amax(1, keepdim=True)
+        scales = mxfp4_scales(amax).float() if self.even else numerics.power_of_2_above(amax * (1 / E2M1_MAX))
         decoded = _as_e2m1(groups / scales).mul_(scales).view(values.shape)
         return Quantized(Operand(decoded, decoded.new_ones(())))
 

@@ -89,7 +89,9 @@ def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     if not isinstance(reader, HuggingFaceReader):
         return ""
     quantization = reader.config.get("quantization_config") or {}
-    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
+    exported = quantization.get("export")  # Quark's
+    by_quark = isinstance(exported, Mapping) and exported.get("kv_cache_group")
+    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo") or by_quark):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():
@@ -201,7 +203,7 @@ def _packed_inputs(
     form = next((form for form in formats if form.same_inputs and form.packing == packing), None)
     if form is not None and packing.element.is_integer:
         return Int8TokenInputs(form.input_zero_point is not None)
-    return Mxfp4Inputs() if form else None
+    return Mxfp4Inputs(form.even_inputs) if form else None
 
 
 def _by_row(reader: Reader, job: Job) -> bool:

@@ -82,7 +82,8 @@ class CodeFormat:
     weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
     of blocks; `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input,
     global where there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine.
-    `same_inputs`: engines round inputs to the same format, without a fixed scale.
+    `same_inputs`: engines round inputs to the same format, without a fixed scale; `even_inputs`: those of MXFP4 under
+    the scales of `group_scales.mxfp4_scales`.
     """
 
     block: Block
@@ -95,6 +96,7 @@ class CodeFormat:
     input: str | None = None
     input_zero_point: str | None = None
     same_inputs: bool = False
+    even_inputs: bool = False
 
     @property
     def name(self) -> str:
@@ -275,7 +277,8 @@ class Spelling:
 class QuantMethod:
     """`name` is config.json's `quant_method`. `read(config)` reads a `quantization_config`, of whatever tool; it raises
     PrecisionError for what cannot be read. `weight_scales` and `input_scales` are the names that scales have; of
-    several, the first is looked for first. `spelling` is for methods that exports are written in.
+    several, the first is looked for first. `spelling` is for methods that exports are written in. `own_names`: codes
+    have names that no weight of a model has, under which alone engines read them.
     """
 
     name: str
@@ -283,6 +286,7 @@ class QuantMethod:
     weight_scales: tuple[str, ...] = ("weight_scale",)
     input_scales: tuple[str, ...] = ("input_scale",)
     spelling: Spelling | None = None
+    own_names: bool = False
 
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
         """The names of a weight's scale tensors in an export, and the size of its blocks."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, packings_of, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
@@ -43,9 +43,9 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     method = recognise(reader.config)
-    known = method.spelling.four_bits.values() if method and method.spelling else ()
-    ruled = {form.name for form in known}
-    if unruled := [packing.name for packing in packings_of(reader).values() if packing.name not in ruled]:
+    spelling = method.spelling if method else None
+    ruled = {"FP8", *(form.name for form in spelling.four_bits.values())} if spelling else set()
+    if unruled := [name for name in (reader.specs[each].codes_name for each in reader.encodings) if name not in ruled]:
         raise UnknownFormat(
             f"there are no rules for {unruled[0]} as this directory stores it",
             where=reader.path,
