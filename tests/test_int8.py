@@ -8,6 +8,7 @@ from pathlib import Path
 import int8_directories
 import pytest
 import torch
+import training
 from conversions import carry_out
 from conversions import run as convert
 from int8_directories import SPELLINGS, WITH_ZERO_POINTS
@@ -174,6 +175,64 @@ def test_another_zero_point_of_inputs_is_a_difference(tmp_path: Path) -> None:
     assert not found.equal and [line for line in found.settings if "zero point" in line and "up_proj" in line]
 
 
+def test_a_weight_that_has_become_nan_is_refused(tmp_path: Path) -> None:
+    int8_directories.make(tmp_path / "source", SPELLINGS["w8a8"])
+    convert(tmp_path / "source", tmp_path / "bf16", "hf")
+    tensors = stored(tmp_path / "bf16")
+    tensors[f"{UP}weight"][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PrecisionError, match="holds a NaN, for which INT8 has no code"):
+        convert(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+
+
+def test_a_group_of_linears_whose_inputs_stay_as_they_are_is_told_from_one_whose_inputs_are_rounded(
+    tmp_path: Path,
+) -> None:
+    """By the `format` of each group: `w8a8` in the attention, `w8a16` in the MLP."""
+    for name, part in (("w8a8", "self_attn"), ("w8a16", "mlp")):
+        int8_directories.make(tmp_path / name, SPELLINGS[name], quantised=lambda weight, part=part: part in weight)
+    mlp = {name: tensor for name, tensor in stored(tmp_path / "w8a16").items() if ".mlp." in name}
+    rest = {name: tensor for name, tensor in stored(tmp_path / "w8a8").items() if ".mlp." not in name}
+    save_file(rest | mlp, tmp_path / "w8a8" / "model.safetensors", metadata={"format": "pt"})
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("w8a8", "w8a16")]
+    groups = configs[0]["quantization_config"]["config_groups"]
+    groups["group_1"] = configs[1]["quantization_config"]["config_groups"]["group_0"]
+    configs[0]["quantization_config"]["format"] = "mixed-precision"
+    (tmp_path / "w8a8" / "config.json").write_text(json.dumps(configs[0]))
+    _, precision = load(HuggingFaceReader(tmp_path / "w8a8"))
+    assert set(precision.split(" and ")) == {"INT8 codes with dynamic per-token input scales", "weights from INT8"}
+    convert(tmp_path / "w8a8", tmp_path / "megatron", "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert_same(tmp_path / "w8a8", tmp_path / "back")
+
+
+def test_experts_are_codes_too_and_compute_with_them(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2}
+    values = int8_directories.make(tmp_path / "source", SPELLINGS["w8a8"], "qwen3-moe", **sizes)
+    assert any(".experts.1." in name for name in values)
+    convert(tmp_path / "source", tmp_path / "megatron", "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert_same(tmp_path / "source", tmp_path / "back")
+    model, precision = load(HuggingFaceReader(tmp_path / "source"))
+    assert precision == "INT8 codes with dynamic per-token input scales"
+    assert model(torch.arange(32).view(1, 32))[..., :100].isfinite().all()
+
+
+def test_training_goes_on_from_what_codes_decode_to(tmp_path: Path) -> None:
+    """After a step of `resume`, every weight has other scales, of the same format."""
+    training.make_text(tmp_path / "text.txt")
+    made = training.make_source(tmp_path / "made")
+    int8_directories.make(tmp_path / "source", SPELLINGS["w8a8"], vocab_size=80)
+    for file in made.glob("tokenizer*"):
+        (tmp_path / "source" / file.name).write_bytes(file.read_bytes())
+    settings = training.settings(tmp_path / "source", tmp_path / "text.txt", tmp_path / "run", train__steps=1)
+    assert len(training.run(settings)[2]) == 1
+    notes = convert(tmp_path / "run", tmp_path / "back", "hf", precision="fp8").notes
+    assert any("7 have blocks with new scales" in note for note in notes)
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
+    assert before.keys() == after.keys() and all(before[name].dtype == after[name].dtype for name in before)
+
+
 def test_an_export_in_fp8_is_counted_as_rounded(tmp_path: Path) -> None:
     int8_directories.make(tmp_path / "source", SPELLINGS["w8a8"])
     notes = carry_out(Request.export(tmp_path / "source", tmp_path / "fp8", "vllm", "dynamic")).notes
@@ -195,7 +254,7 @@ def test_there_are_no_rules_of_engines_for_int8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"weights": {"symmetric": False}}, "codes of a kind that cannot be read"),
+        ({"weights": {"symmetric": False}}, "zero points that are not packed"),
         ({"weights": {"strategy": "block", "block_structure": [128, 128]}}, "strategy 'block'"),
         ({"weights": {"actorder": "group"}}, "actorder"),
         ({"weights": {"dynamic": True}}, "no scales"),
@@ -215,6 +274,16 @@ def test_what_is_not_computed_is_refused_by_its_name(tmp_path: Path, change: dic
     group[part] |= changed
     path.write_text(json.dumps(config))
     with pytest.raises(PrecisionctlError, match=why):
+        HuggingFaceReader(tmp_path)
+
+
+def test_a_cache_that_is_not_in_fp8_is_refused(tmp_path: Path) -> None:
+    int8_directories.make(tmp_path, SPELLINGS["w8a8"])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "int", "strategy": "tensor"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(PrecisionError, match="the KV cache is not in FP8"):
         HuggingFaceReader(tmp_path)
 
 

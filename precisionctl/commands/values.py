@@ -61,11 +61,11 @@ def as_values(request: Request, source: Source) -> Result:
 
 
 def _check_come_back(encodings: WeightEncodings, plan: Plan) -> None:
-    """Raise PrecisionError for INT8 codes with zero points, if the values are not FP32: with numbers of up to 255 times
-    a scale, two neighbours may be the same value in BF16, which has 8 bits of them."""
+    """Raise PrecisionError for INT8 codes with zero points, if the values are BF16: of up to 255 times a scale, two
+    neighbours may be the same value in its 8 bits."""
     with_zeros = (name for name, scales in encodings.scales.items() if scales.zero_points)
     wide = next((name for name in with_zeros if encodings.weights[name].element.bits == 8), None)
-    if wide is not None and any(spec.dtype != DType.float32 for spec in plan.targets.values()):
+    if wide is not None and any(spec.dtype == DType.bfloat16 for spec in plan.targets.values()):
         raise PrecisionError(
             f"INT8 codes with zero points do not survive BF16, e.g. of `{wide}`",
             do="Convert to values with --precision fp32, which gives the same codes again; or to BF16 with "

@@ -158,7 +158,8 @@ class Nvfp4Inputs:
 class Mxfp4Inputs:
     """Inputs `[tokens, in]` in MXFP4: for 32 of a token the power of two above amax / 6, as FlashInfer's kernel rounds
     it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16. Or `even`, the scales
-    that weights get: vLLM's of Quark's directories on every GPU (quant_dequant_mxfp4, scale_calculation_mode)."""
+    that weights get: those of Quark's layers, and of vLLM, which calls Quark's kernel for its directories on GPUs
+    without MXFP4 (quant_dequant_mxfp4)."""
 
     even: bool = False
     words = "dynamic per-32"

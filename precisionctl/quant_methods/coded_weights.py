@@ -203,7 +203,7 @@ def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, 
     for name, shapes, dtypes in (
         (scales.global_scale, one, (DType.float32,)),
         (scales.input if weight.packing else None, one, FLOATS if scales.global_scale is None else (DType.float32,)),
-        (scales.input_zero_point, one, (DType.int8, DType.int32)),
+        (scales.input_zero_point, one, (DType.int8,)),
         (scales.zero_points, ((-(-rows // in_word), groups),), (DType.int32,)),
         (scales.shape, ((2,),), (DType.int64, DType.int32)),
     ):

@@ -100,22 +100,27 @@ def read(config: Mapping[str, Any]) -> Quantization:
     """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8."""
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
-    parts = [_group(group) for group in groups]
+    parts = [_group(group, config.get("format")) for group in groups]
     if not parts:
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
         raise _unread("weights are packed as sparse, or were transformed")
+    cache = config.get("kv_cache_scheme")
+    if isinstance(cache, Mapping) and (cache.get("num_bits", 8), cache.get("type", "int")) != (8, "float"):
+        raise _unread("the KV cache is not in FP8")
     return together(parts)
 
 
-def _group(group: object) -> Quantization:
+def _group(group: object, layout: object) -> Quantization:
+    """`layout` is the config's `format`, for groups that have none of their own."""
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     if weights is not None and weights.get("num_bits") == 4:
         form = _four_bits(weights)
         same = form == _MXFP4 and inputs is not None and inputs.get("num_bits") == 4
         return Quantization((replace(form, same_inputs=same),), None)
     if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
-        return _int8(weights, inputs)
+        own = group.get("format") if isinstance(group, Mapping) else None
+        return _int8(weights, inputs, own or layout)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are neither of 4 bits nor of 8")
     if weights.get("symmetric") is False or weights.get("dynamic"):
@@ -145,14 +150,20 @@ def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:
     return form if symmetric else replace(form, zero_points="weight_zero_point")
 
 
-def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Quantization:
-    """Bytes or words of four, whichever there are; zero points are read in words alone. Inputs are rounded to INT8
-    too: by one fixed scale, or by one for each token."""
+_LAYOUTS = {"int-quantized": (_INT8,), "naive-quantized": (_INT8,), "pack-quantized": (_INT8_PACKED,)}
+
+
+def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> Quantization:
+    """Bytes, or words of four; zero points are read beside words alone. Inputs are rounded to INT8 too, by one fixed
+    scale or by one for each token, or stay as they are."""
     symmetric = _symmetric(weights)
     block = TENSOR if weights.get("strategy") == "tensor" and symmetric else _block_of_integers(weights)
-    forms = [replace(_INT8, block=block), replace(_INT8_PACKED, block=block)]
+    known = _LAYOUTS.get(layout, (_INT8, _INT8_PACKED)) if isinstance(layout, str) else (_INT8, _INT8_PACKED)
+    forms = [replace(form, block=block) for form in known]
     if not symmetric:
-        forms = [replace(_INT8_PACKED, block=block, zero_points="weight_zero_point")]
+        forms = [replace(form, zero_points="weight_zero_point") for form in forms if form.shape]
+    if not forms:
+        raise _unread("8-bit weights have zero points that are not packed")
     if inputs is None:
         return Quantization(tuple(forms), None)
     fixed = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("tensor", False)
