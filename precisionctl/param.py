@@ -122,8 +122,8 @@ ONE_RANK = Parallelism()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and parallel form of a logical tensor; no data. Of codes of four bits `packing` says how they stand
-    in a file, and `dtype` is that of their bytes in memory."""
+    """Shape, dtype and parallel form of a logical tensor; no data. Of codes other than FP8 `packing` says how they
+    stand in a file, and `dtype` is that of their bytes in memory."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -142,7 +142,7 @@ class TensorSpec:
 
     @cached_property
     def width(self) -> int:
-        """How many of its `dtype` a row is stored in: `columns`, but of codes of four bits their bytes."""
+        """How many of its `dtype` a row is stored in: `columns`, but of packed codes their bytes."""
         return self.packing.row_bytes(self.columns) if self.packing else self.columns
 
     @cached_property

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pico
+import quark_configs
 import torch
 from fp8_directories import is_quantised, value_of
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,7 @@ SPELLINGS: dict[str, FourBits] = {
         input="input_scale",
     ),
     "modelopt-mxfp4": FourBits({"quant_method": "modelopt", "quant_algo": "mxfp4"}, 32, suffix=""),
+    "quark-mxfp4": FourBits(quark_configs.config(quark_configs.MXFP4, quark_configs.MXFP4_INPUTS), 32, suffix=""),
     "fp8-fp4-experts": FourBits(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
         32,

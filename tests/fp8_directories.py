@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pico
+import quark_configs
 import torch
 from installed import judge
 from safetensors.torch import load_file, save_file
@@ -132,6 +133,16 @@ SPELLINGS: dict[str, Spelled] = {
     ),
     "fbgemm": Spelled(
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, (1, None)
+    ),
+    "quark-tensor": Spelled(
+        quark_configs.config(quark_configs.FP8, quark_configs.FP8),
+        (None, None),
+        shape=lambda r, c: (),
+        dtype=torch.bfloat16,
+        input="input_scale",
+    ),
+    "quark-channel": Spelled(
+        quark_configs.config(quark_configs.CHANNELS, quark_configs.TOKENS), (1, None), shape=lambda r, c: (r,)
     ),
     "modelopt-mxfp8": Spelled({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (1, 32), dtype=torch.uint8),
 }

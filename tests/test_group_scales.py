@@ -115,9 +115,9 @@ def test_zero_points_are_packed_along_rows() -> None:
         [[sum(int(zeros[8 * r + i, g]) << 4 * i for i in range(8)) for g in range(3)] for r in range(3)]
     )
     words = torch.where(words >= 2**31, words - 2**32, words).int()
-    assert torch.equal(group_scales.zero_points(words, 24), zeros.float() - 8)
-    assert torch.equal(group_scales.zero_points(words, 20), zeros[:20].float() - 8)
-    assert torch.equal(group_scales.packed_zero_points(zeros.float() - 8), words)
+    assert torch.equal(group_scales.zero_points(words, 24, 4), zeros.float() - 8)
+    assert torch.equal(group_scales.zero_points(words, 20, 4), zeros[:20].float() - 8)
+    assert torch.equal(group_scales.packed_zero_points(zeros.float() - 8, 4), words)
 
 
 @pytest.mark.parametrize("kind", ["gauss", "student"])

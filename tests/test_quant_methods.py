@@ -42,7 +42,7 @@ def exported(method, scheme):
 
 
 def test_methods_are_found_by_the_name_in_config_json():
-    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8", "mxfp8", "mxfp4", "fbgemm_fp8"}
+    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "quark"}
 
 
 @EACH

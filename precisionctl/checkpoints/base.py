@@ -278,8 +278,8 @@ def read_tensor(source: Chunked, name: str) -> Tensor:
     return rows if spec.packing else rows.reshape(spec.shape)
 
 
-def in_four_bits(reader: Reader) -> dict[str, Packing]:
-    """The weights that are stored as codes of four bits, and how."""
+def packings_of(reader: Reader) -> dict[str, Packing]:
+    """The weights that are stored as codes other than FP8, and how."""
     packings = {name: reader.specs[name].packing for name in reader.encodings}
     return {name: packing for name, packing in packings.items() if packing}
 

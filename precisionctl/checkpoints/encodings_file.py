@@ -19,11 +19,11 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8.elements import E4M3, INT4, Packing
+from precisionctl.fp8.elements import E4M3, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
-from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, recognise
+from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -117,7 +117,12 @@ class WeightEncodings:
         if fixed is None:
             return None
         stored, amax = fixed
-        return float(stored if self.scales[name].global_scale is None else amax / E4M3.largest)
+        return float(stored if self.scales[name].inputs_in_fp8 else amax / E4M3.largest)
+
+    def input_zero_point(self, name: str) -> float | None:
+        """The zero point beside the fixed input scale of a weight; None where there is none."""
+        stored = self.scales[name].input_zero_point
+        return None if stored is None else float(read_tensor(self.stored, stored).reshape(()))
 
     def _fixed_scale_of_input(self, name: str) -> tuple[Tensor, Tensor] | None:
         """As stored, and the amax that it was made from; both FP32 `[]`."""
@@ -125,7 +130,7 @@ class WeightEncodings:
         if scales.input is None:
             return None
         stored = read_tensor(self.stored, scales.input).float().reshape(())
-        amax = scales.input_amax(stored)
+        amax = scales.input_amax(stored, self.input_zero_point(name) or 0.0)
         if not (bool(amax.isfinite() & stored.isfinite()) and stored >= 0):
             raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
         return stored, amax
@@ -178,6 +183,8 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
         entry["packed"] = _description(packing)
         entry["global_scale"] = [scales.global_scale, scales.divides]
         entry["zero_points"], entry["weight_shape"] = scales.zero_points, scales.shape
+        if scales.input_zero_point is not None:
+            entry["input_zero_point"] = scales.input_zero_point
     return entry
 
 
@@ -242,7 +249,8 @@ def _scales(
         raise ValueError(f"{name} has a block of no size")
     of_all, divides = fields.get("global_scale", (None, False))
     further = of_all, bool(divides), fields.get("zero_points"), fields.get("weight_shape")
-    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide), *further)
+    inputs = fields.get("input_zero_point"), input_largest(weight)
+    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide), *further, *inputs)
     if missing := [each for each in found.names if each not in stored]:
         raise ValueError(f"{name} has no {missing[0]}")
     spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)
@@ -251,8 +259,10 @@ def _scales(
     if weight.packing and weight.columns % found.block[1]:
         raise ValueError(f"{name} has no whole groups")
     check_other_tensors(found, weight, stored, where)
-    if found.zero_points is not None and (weight.packing is None or weight.packing.element is not INT4):
+    if found.zero_points is not None and not weight.element.is_integer:
         raise ValueError(f"{name} has zero points")
+    if found.input_zero_point is not None and found.input is None:
+        raise ValueError(f"{name} has a zero point of inputs without a scale")
     if found.input is not None and stored[found.input].rows * stored[found.input].columns != 1:
         raise ValueError(f"{name} has several input scales")
     return found

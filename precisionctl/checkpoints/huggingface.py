@@ -51,8 +51,8 @@ def recognise(path: Path) -> bool:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Codes of four
-    bits have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
+    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Packed codes
+    have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `transposed` (GPTQ, AWQ) are values here.
     """
@@ -79,7 +79,7 @@ class HuggingFaceReader:
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         self.transposed = transposed_codes(self.config, StoredTensors(places), path / "config.json")
         coded = {} if self.transposed else coded_weights(self.config, stored, path / "config.json")
-        for name, weight in coded.items():  # codes of four bits, under the name that the weight has
+        for name, weight in coded.items():  # packed codes, under the name that the weight has
             file, tensor = places.pop(weight.codes)
             places[name] = file, replace(tensor, spec=weight.spec)
         self.stored = StoredTensors(places)

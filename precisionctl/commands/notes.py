@@ -9,7 +9,7 @@ from precisionctl.architectures.families import models_of_megatron_args, table_o
 from precisionctl.architectures.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import Reader, in_four_bits
+from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import directory_of
@@ -317,7 +317,7 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """Notes that weights which were codes are values now, and stay values."""
-    for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
+    for name, count in Counter(packing.name for packing in packings_of(reader).values()).items():
         weights = counted(count, "weight was", "weights were")
         yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."
     if isinstance(reader, HuggingFaceReader) and (transposed := reader.transposed):

@@ -81,7 +81,7 @@ def open_source(request: Request) -> Source:
     )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
-    if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
+    if request.for_inference and (request.target or request.recipe) and method and method.own_names:
         encodings = None  # engines read these codes only as they were released
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, carry_trainer_run, of_megatron
 from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
@@ -26,6 +27,8 @@ from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.dtypes import DType
+from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
@@ -33,8 +36,10 @@ from precisionctl.planning.plan import Plan, check_fp8_gemms
 
 def as_values(request: Request, source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
-    and what taking a run along raises."""
+    for codes that could not be made again, and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
+    if encodings and reader.encodings:
+        _check_come_back(encodings, plan)
     state = known.current or (source.calibrated if request.precision == "fp8" else None)
     sidecar = known.current or source.calibrated or known.outdated  # state to carry along, from which no run starts
     if request.precision == "fp8":
@@ -53,6 +58,19 @@ def as_values(request: Request, source: Source) -> Result:
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
     return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
+
+
+def _check_come_back(encodings: WeightEncodings, plan: Plan) -> None:
+    """Raise PrecisionError for INT8 codes with zero points, if the values are BF16: of up to 255 times a scale, two
+    neighbours may be the same value in its 8 bits."""
+    with_zeros = (name for name, scales in encodings.scales.items() if scales.zero_points)
+    wide = next((name for name in with_zeros if encodings.weights[name].element.bits == 8), None)
+    if wide is not None and any(spec.dtype == DType.bfloat16 for spec in plan.targets.values()):
+        raise PrecisionError(
+            f"INT8 codes with zero points do not survive BF16, e.g. of `{wide}`",
+            do="Convert to values with --precision fp32, which gives the same codes again; or to BF16 with "
+            "--drop-fp8-state, and without a way back.",
+        )
 
 
 def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:

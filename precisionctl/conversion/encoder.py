@@ -86,7 +86,7 @@ class Encoder:
         made = {name: self._encoding_of(name, found, encode) for name, found in seen.items()}
         searched = {name for name, found in seen.items() if found.searches}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
-        underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
+        underflows = {name: _Underflows() for name in encode.weights if self._specs[name].element.is_fp8}
         for name, row, values in pieces():
             if name not in encode.weights:
                 self.put_values(name, row, values)
@@ -101,7 +101,7 @@ class Encoder:
             if name in changed:
                 now = encoding.of_rows(first, len(values))
                 changed[name] += self._changed(name, row, codes, values, seen[name], now)
-            if name in underflows:  # with only sixteen numbers, many values become zero anyway
+            if name in underflows:  # with steps of one size, or sixteen numbers, many values become zero anyway
                 underflows[name].see(values, codes)
             self._put(name, row, codes)
         self.found.zeroed |= {name: each.share for name, each in underflows.items() if each.share > UNDERFLOW}
@@ -198,9 +198,9 @@ class Encoder:
         self._put(scales.weight, row, stored.view(spec.dtype.torch).reshape(-1, spec.columns))
 
     def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
-        """Write what a four-bit encoding has besides its grid: zero points, a global scale, and the weight's shape."""
+        """Write what packed codes have besides their scales: zero points, a global scale, and the weight's shape."""
         if scales.zero_points and encoding.zeros is not None:
-            self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros))
+            self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros, encoding.element.bits))
         if scales.global_scale and encoding.global_scale:
             self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
         if scales.shape:
@@ -215,7 +215,7 @@ class Encoder:
 
 def _check_can_be_nan(name: str, element: Element) -> None:
     """Raises PrecisionError for NaN where no code stands for it."""
-    if element.bits == 4:
+    if not element.is_fp8:
         raise PrecisionError(
             f"`{name}` holds a NaN, for which {element.name} has no code",
             do=BROKEN_WEIGHTS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from precisionctl.fp8 import nibbles, numerics
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP
+from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
@@ -157,18 +157,87 @@ class Nvfp4Inputs:
 @dataclass(frozen=True)
 class Mxfp4Inputs:
     """Inputs `[tokens, in]` in MXFP4: for 32 of a token the power of two above amax / 6, as FlashInfer's kernel rounds
-    it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16."""
+    it, with which vLLM computes on Blackwell (mxfp4_quantize); elsewhere inputs stay in BF16. Or `even`, the scales
+    that weights get: those of Quark's layers, and of vLLM, which calls Quark's kernel for its directories on GPUs
+    without MXFP4 (quant_dequant_mxfp4)."""
 
+    even: bool = False
     words = "dynamic per-32"
 
     def quantize(self, values: Tensor) -> Quantized:
         groups = values.float().reshape(-1, MXFP4_GROUP)
-        scales = numerics.power_of_2_above(groups.abs().amax(1, keepdim=True) * (1 / E2M1_MAX))
+        amax = groups.abs().amax(1, keepdim=True)
+        scales = mxfp4_scales(amax).float() if self.even else numerics.power_of_2_above(amax * (1 / E2M1_MAX))
         decoded = _as_e2m1(groups / scales).mul_(scales).view(values.shape)
         return Quantized(Operand(decoded, decoded.new_ones(())))
 
 
-InputQuantizer = StaticInputs | TokenInputs | GroupInputs | Nvfp4Inputs | Mxfp4Inputs
+@dataclass(frozen=True)
+class StoredIntegers:
+    """A weight in INT8: its numbers, FP32 `[out, in]`, and `scale_inv`, FP32 `[out, 1]`. Engines sum their products in
+    INT32; these are FP32 sums of the same numbers."""
+
+    numbers: Tensor
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(Operand(self.numbers, self.scale_inv))
+
+
+@dataclass(frozen=True)
+class Int8Inputs:
+    """Inputs in INT8 under one fixed scale, FP32 `[]`: divided by it, or, with a `zero` point, FP32 `[]`, multiplied by
+    its reciprocal and rounded before the zero point is added, as vLLM's kernels do
+    (csrc/quantization/w8a8/int8/scaled_quant.cu, static_scaled_int8_quant)."""
+
+    scale_inv: Tensor
+    zero: Tensor | None = None
+    words = "static"
+
+    @classmethod
+    def of_range(cls, lowest: Tensor, highest: Tensor) -> "Int8Inputs":
+        """With a zero point, for the range of inputs that several linears share, FP32 `[]`, as vLLM makes it when it
+        loads them (kernels/linear/scaled_mm, process_weights_after_loading)."""
+        scale = (highest - lowest) / 255
+        return cls(scale, (-128 - lowest / scale).trunc())
+
+    def quantize(self, values: Tensor) -> Quantized:
+        if self.zero is None:
+            numbers = (values.float() / self.scale_inv).round_().clamp_(-128, 127)
+        else:
+            numbers = _less(self.zero, (values.float() * self.scale_inv.reciprocal()).round_())
+        return Quantized(Operand(numbers, self.scale_inv))
+
+
+@dataclass(frozen=True)
+class Int8TokenInputs:
+    """Inputs `[tokens, in]` in INT8 with a scale for each token: multiplied by 127 / amax or, with a `zero_point`, by
+    the reciprocal of a 255th of the token's range, as vLLM's kernels do (dynamic_scaled_int8_quant)."""
+
+    zero_point: bool
+    words = "dynamic per-token"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        values = values.float()
+        if self.zero_point:
+            lowest, highest = values.aminmax(dim=1, keepdim=True)
+            scale = (highest - lowest) / 255
+            there = scale > 0
+            used = torch.where(there, scale, 1.0)
+            zero = torch.where(there, (-128 - lowest / used).round_(), 0.0)
+            return Quantized(Operand(_less(zero, (values * used.reciprocal()).round_()), scale))
+        amax = values.abs().amax(1, keepdim=True)
+        factor = torch.where(amax > 0, torch.full_like(amax, 127) / amax, 0.0)
+        return Quantized(Operand((values * factor).round_().clamp_(-128, 127), amax / 127))
+
+
+def _less(zero: Tensor, numbers: Tensor) -> Tensor:
+    """What integers are worth once the zero point has been added, they have been cut to eight bits, and it has been
+    taken away again."""
+    return numbers.add_(zero).clamp_(-128, 127).sub_(zero)
+
+
+InputQuantizer = StaticInputs | TokenInputs | GroupInputs | Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs
 
 
 def _as_e2m1(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_four_bits, read_tensor
+from precisionctl.checkpoints.base import Reader, packings_of, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
@@ -24,11 +24,14 @@ from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import (
     GroupInputs,
     InputQuantizer,
+    Int8Inputs,
+    Int8TokenInputs,
     Mxfp4Inputs,
     NativeStoredBlocks,
     Nvfp4Inputs,
     StaticInputs,
     StoredBlocks,
+    StoredIntegers,
     StoredWeight,
     TokenInputs,
     has_block_gemms,
@@ -86,7 +89,9 @@ def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
     if not isinstance(reader, HuggingFaceReader):
         return ""
     quantization = reader.config.get("quantization_config") or {}
-    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
+    exported = quantization.get("export")  # Quark's
+    by_quark = isinstance(exported, Mapping) and exported.get("kv_cache_group")
+    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo") or by_quark):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():
@@ -135,7 +140,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     decoded weights. Returns the precision in words; None without codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
-    device, packed = model.output_weight.device, in_four_bits(reader)
+    device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
@@ -150,11 +155,12 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
             kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
             continue
         if packing:
-            inputs = _four_bit_inputs(reader, job, packing, device)
+            inputs = _packed_inputs(reader, job, packing, device)
             if inputs is None:  # engines do not cast the inputs of a weight that is values
                 kinds[f"weights from {packing.name}"] = None
                 continue
-            weight = _stored_blocks(reader, job, plan, device)
+            by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
+            weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
             weight = _stored_weight(reader, job, plan, device)
             inputs = _static_inputs(fixed[job.module], device) or TokenInputs()
@@ -173,11 +179,11 @@ def _static_inputs(scale_inv: float, device: torch.device) -> StaticInputs | Non
     return StaticInputs(torch.tensor(scale_inv, device=device)) if scale_inv else None
 
 
-def _four_bit_inputs(
+def _packed_inputs(
     reader: Reader, job: Job, packing: Packing, device: torch.device
-) -> Nvfp4Inputs | Mxfp4Inputs | None:
-    """How engines round the inputs of weights of four bits; None where they do not. Of several global scales that are
-    computed as one, engines take the largest number that is stored."""
+) -> Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs | None:
+    """How engines round the inputs of weights that are packed codes; None where they do not. Of several scales that are
+    computed as one, engines take the largest number that is stored, or, with zero points, the range of all."""
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
     if encodings is None or method is None:
@@ -186,9 +192,18 @@ def _four_bit_inputs(
     if any(each.input for each in scales):
         stored = torch.stack([read_tensor(encodings.stored, each.input).reshape(()) for each in scales if each.input])
         largest = stored.float().amax().to(device)
+        if packing.element.is_integer:
+            zeros = [zero for name in job.reads if (zero := encodings.input_zero_point(name)) is not None]
+            if not zeros:
+                return Int8Inputs(largest)
+            ranges = [stored.float() * (end - torch.tensor(zeros)) for end in (-128, 127)]
+            return Int8Inputs.of_range(ranges[0].amin().to(device), ranges[1].amax().to(device))
         return Nvfp4Inputs(largest if scales[0].divides else largest.reciprocal())
     formats = method.read(encodings.quantization).formats
-    return Mxfp4Inputs() if any(form.same_inputs and form.packing == packing for form in formats) else None
+    form = next((form for form in formats if form.same_inputs and form.packing == packing), None)
+    if form is not None and packing.element.is_integer:
+        return Int8TokenInputs(form.input_zero_point is not None)
+    return Mxfp4Inputs(form.even_inputs) if form else None
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
@@ -211,6 +226,18 @@ def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -
     return StoredWeight(
         _merged_codes(reader, job, plan).to(device), job.row.source.merge(by_row, plan.model).to(device)
     )
+
+
+def _stored_integers(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredIntegers:
+    """A fused weight's numbers, FP32 `[out, in]`, and a scale_inv for each row, FP32 `[out, 1]`."""
+    numbers, by_row = [], []
+    for name in job.reads:
+        encoding, rows = reader.encodings[name], reader.specs[name].rows
+        plain = replace(encoding, scale_inv=torch.ones_like(encoding.scale_inv))
+        numbers.append(plain.decode_rows(read_tensor(reader, name), 0))
+        by_row.append(encoding.scales(0, rows, 1).expand(rows, 1))
+    merge, model = job.row.source.merge, plan.model
+    return StoredIntegers(merge(numbers, model).to(device), merge(by_row, model).to(device))
 
 
 def _merged_codes(reader: Reader, job: Job, plan: Plan) -> Tensor:

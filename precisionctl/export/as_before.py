@@ -88,7 +88,8 @@ class AsBefore:
         carried = {
             given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
             for name in amaxes
-            if (given := self.encodings.scales[name].input)
+            for given in (self.encodings.scales[name].input, self.encodings.scales[name].input_zero_point)
+            if given
         }
         state = self.states.modules.get(job.module) if self.states else None
         if state and job.expert is not None:
@@ -97,8 +98,12 @@ class AsBefore:
             recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
             before = max(map(float, amaxes.values()))
             same = self.fixed_hold and math.isclose(float(recorded), before, rel_tol=_TWO_ROUNDINGS)
-            made = (float(self.encodings.scales[name].of_input_amax(recorded)) for name in amaxes)
-            return carried if same else dict(zip(carried, made, strict=True))
+            made = {
+                given: float(self.encodings.scales[name].of_input_amax(recorded))
+                for name in amaxes
+                if (given := self.encodings.scales[name].input)
+            }
+            return carried if same else dict.fromkeys(carried, 0.0) | made  # an amax gives zero points of 0
         if carried and not self.fixed_hold:
             raise MissingFp8State(
                 f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",

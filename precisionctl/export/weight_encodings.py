@@ -37,7 +37,7 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
         return weight_encodings(reader.base)
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
-    if method and method.spelling is None:  # gpt-oss: codes have names of their own, and are `[out, in]` under them
+    if method and method.own_names:  # gpt-oss: codes are `[out, in]` under them
         return encodings
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     if reader.encodings and renamed:

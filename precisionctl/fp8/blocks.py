@@ -93,11 +93,11 @@ class BlockScales:
         self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the codes `made` differ from those under the carried scales. Between two formats of which one has
-        four bits, codes cannot be compared: then, how many values the new codes do not represent exactly."""
+        """How many of the codes `made` differ from those under the carried scales. Between two formats of which one is
+        not FP8, codes cannot be compared: then, how many values the new codes do not represent exactly."""
         before = self.carried
         assert before is not None
-        if not self._as_carried and 4 in (before.element.bits, self.element.bits):
+        if not self._as_carried and not (before.element.is_fp8 and self.element.is_fp8):
             return int((made.decode_rows(codes, row).to(values.dtype) != values).sum())
         return self.element.differing(before.encode_rows(values, row), codes)
 
@@ -143,8 +143,8 @@ class BlockScales:
 
     def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
         """The scales to encode with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to
-        such `numbers`, those of four bits are made as in `fp8/group_scales.py`, or, where it `searches`, left to
-        `searched`. What `dtype` cannot hold does not fit either."""
+        such `numbers`, those of INT8 the nearest; those of four bits are made as in `fp8/group_scales.py`, or, where it
+        `searches`, left to `searched`. What `dtype` cannot hold does not fit either."""
         if self.carried is not None:
             self.fits &= self.candidate.to(dtype).float() == self.candidate
         if self.divides is not None and self.needs_new_global:
@@ -178,11 +178,13 @@ class BlockScales:
         self.fits.fill_(False)
 
     def _with_zero_points(self, dtype: torch.dtype, lowest: Tensor, highest: Tensor, zeros: Tensor) -> Encoding:
-        """compressed-tensors' rule (`calculate_qparams`): fifteen steps from the lowest value, or 0, to the highest."""
-        wanted = ((lowest + highest) / 15).to(dtype).float()
+        """compressed-tensors' rule (`calculate_qparams`): as many steps as there are, of INT4 fifteen, from the lowest
+        value, or 0, to the highest."""
+        first, last = -self.element.largest - 1, self.element.largest
+        wanted = ((lowest + highest) / (last - first)).to(dtype).float()
         new = torch.where(wanted > 0, wanted, 1.0)
         grid = torch.where(self.fits, self.candidate, new)
-        new_zeros = (lowest / new - 8).round().clamp(-8, 7)
+        new_zeros = (lowest / new + first).round().clamp(first, last)
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
 
 

@@ -1,7 +1,8 @@
-"""Elements: the numbers that codes are, before any scale; and how files pack those of four bits.
+"""Elements: the numbers that codes are, before any scale; and how files pack those that are not FP8.
 
-An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. Rows of codes of four bits are bytes in
-memory, as they are in files: two in each, the first in its low half (`fp8/nibbles.py`).
+An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. Rows of packed codes are bytes in memory,
+as they are in files: of four bits two in each, the first in its low half (`fp8/nibbles.py`), or INT8
+(`fp8/integers.py`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ if TYPE_CHECKING:
 class Element:
     """A number format of codes: its `name` in words, and its `largest` number. `dtype` is the dtype of codes in memory
     (bytes for four-bit codes), and `stored` PyTorch's name for the codes in files. `of_amax` is the number that the
-    largest magnitude under a scale becomes."""
+    largest magnitude under a scale becomes. `bits` are those of a code."""
 
     name: str
     dtype: DType
     stored: str
     largest: float
     of_amax: float
+    bits: int = 8
 
     @property
-    def bits(self) -> int:
-        return 4 if self.dtype == DType.uint8 else 8
+    def is_fp8(self) -> bool:
+        """Whether it is floating point of eight bits, which has codes for NaN."""
+        return self.dtype in FP8
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether its numbers are all integers from `-largest - 1` to `largest`, from which zero points may be
+        taken."""
+        return self.stored.startswith("int")
 
     def differing(self, a: Tensor, b: Tensor) -> int:
         """How many codes of two tensors are not the same."""
@@ -47,24 +56,25 @@ E4M3 = _fp8("E4M3", DType.float8_e4m3fn, 448.0)
 E5M2 = _fp8("E5M2", DType.float8_e5m2, 57344.0)
 E4M3_FNUZ = _fp8("E4M3 FNUZ", DType.float8_e4m3fnuz, 240.0)
 E5M2_FNUZ = _fp8("E5M2 FNUZ", DType.float8_e5m2fnuz, 57344.0)
-E2M1 = Element("E2M1", DType.uint8, "float4_e2m1fn_x2", 6.0, 6.0)
-INT4 = Element("INT4", DType.uint8, "int4", 7.0, 7.5)
+E2M1 = Element("E2M1", DType.uint8, "float4_e2m1fn_x2", 6.0, 6.0, bits=4)
+INT4 = Element("INT4", DType.uint8, "int4", 7.0, 7.5, bits=4)
 """Stored as the number plus 8. compressed-tensors divides twice the amax by 15, so that one of the two signs has 8."""
+INT8 = Element("INT8", DType.int8, "int8", 127.0, 127.5)
+INT8_PLUS_128 = Element("INT8", DType.uint8, "int8", 127.0, 127.5)
+"""Stored in two's complement, or as the number plus 128, which is how compressed-tensors packs it into words."""
 
-_BY_DTYPE: Mapping[DType, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+FP8: Mapping[DType, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+"""The elements of FP8, by the dtype of their codes."""
 
 
 def element_of(dtype: DType) -> Element:
     """The element whose codes are stored in a dtype of eight bits."""
-    return _BY_DTYPE[dtype]
-
-
-_CODES_IN_WORD: Mapping[DType, int] = {DType.uint8: 2, DType.int8: 2, DType.int32: 8}
+    return FP8[dtype]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a file stores the four-bit codes of a weight `[rows, columns]`, in a format called `name`: in a tensor with
+    """How a file stores the codes of a weight `[rows, columns]`, in a format called `name`: in a tensor with
     the weight's name and a `suffix`, in words of dtype `word` with the first code in the lowest bits. The tensor is
     `[rows, words]`, or, with a `block`, has that many words in its last dimension."""
 
@@ -76,7 +86,7 @@ class Packing:
 
     @property
     def codes_in_word(self) -> int:
-        return _CODES_IN_WORD[self.word]
+        return 8 * self.word.itemsize // self.element.bits
 
     def row_bytes(self, columns: int) -> int:
         """The bytes of a row of this many codes, in whole words."""

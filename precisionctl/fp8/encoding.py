@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from precisionctl.dtypes import DType
-from precisionctl.fp8 import nibbles, numerics
+from precisionctl.fp8 import integers, nibbles, numerics
 from precisionctl.fp8.elements import E2M1, Element
 from precisionctl.torch_when_used import torch
 
@@ -96,6 +96,9 @@ class Encoding:
         if self.element.bits == 4:
             nibbles.decode_asymmetric(codes, self._form, *self._groups(row, *values.shape), values, work)
             return values
+        if self.element.is_integer:
+            integers.decode(codes, *self._groups(row, *values.shape), values)
+            return values
         shape, scales = self._scaled(row, *codes.shape)
         numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
         return values
@@ -112,6 +115,9 @@ class Encoding:
         if self.element.bits == 4:
             nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)
             return codes
+        if self.element.is_integer:
+            integers.encode(values, *self._groups(row, rows, columns), codes, work)
+            return codes
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
@@ -121,7 +127,7 @@ class Encoding:
         return "E2M1" if self.element is E2M1 else "INT4"
 
     def _groups(self, row: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points of rows of four-bit codes, FP32 `[rows, groups]`."""
+        """Scales and zero points of rows of packed codes, FP32 `[rows, groups]`."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
         return self._grid(row, rows).expand(rows, -1), zeros
 

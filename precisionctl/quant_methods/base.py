@@ -80,8 +80,10 @@ class CodeFormat:
     `block` says how many rows and columns share a scale. `scales` are the dtypes that scales may have; empty for any.
     Without a `packing`, codes are FP8, and their dtype says which. The next fields are names of tensors beside the
     weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
-    of blocks; `zero_points`, INT4, packed along rows; the weight's `shape`; and `input`, the fixed global scale of its
-    input. `same_inputs`: some engines round inputs to the same format, without a fixed scale.
+    of blocks; `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input,
+    global where there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine.
+    `same_inputs`: engines round inputs to the same format, without a fixed scale; `even_inputs`: those of MXFP4 under
+    the scales of `group_scales.mxfp4_scales`.
     """
 
     block: Block
@@ -92,7 +94,9 @@ class CodeFormat:
     zero_points: str | None = None
     shape: str | None = None
     input: str | None = None
+    input_zero_point: str | None = None
     same_inputs: bool = False
+    even_inputs: bool = False
 
     @property
     def name(self) -> str:
@@ -162,7 +166,7 @@ def together(parts: Iterable[Quantization]) -> Quantization:
 class Scales:
     """The tensors that hold a quantised weight's scale_inv and its input's (`input` is None where that is dynamic),
     and how many rows and columns of the weight share a scale. The others, and what they mean, are those of its
-    CodeFormat."""
+    CodeFormat. `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
 
     weight: str
     input: str | None
@@ -171,6 +175,8 @@ class Scales:
     divides: bool = False
     zero_points: str | None = None
     shape: str | None = None
+    input_zero_point: str | None = None
+    input_largest: float = E4M3.of_amax
 
     @property
     def of_weight(self) -> tuple[str, ...]:
@@ -190,19 +196,27 @@ class Scales:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.of_weight if self.input is None else (*self.of_weight, self.input)
+        names = (*self.of_weight, self.input, self.input_zero_point)
+        return tuple(name for name in names if name is not None)
 
-    def input_amax(self, stored: Tensor) -> Tensor:
-        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`; of a global one, which is that
-        of the largest block's scale, 448 * 6 times it."""
+    @property
+    def inputs_in_fp8(self) -> bool:
+        """Whether a fixed scale of the input is the scale_inv of codes of FP8."""
+        return self.global_scale is None and self.input_largest == E4M3.of_amax
+
+    def input_amax(self, stored: Tensor, zero_point: float = 0.0) -> Tensor:
+        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`, of INT8 127.5; with a zero
+        point, the end of the range that is farther from zero; of a global scale, which is that of the largest block's
+        scale, 448 * 6 times it."""
         if self.global_scale is None:
-            return stored * E4M3.largest
+            beyond = abs(zero_point + 0.5) if self.input_zero_point else 0.0
+            return stored * (self.input_largest + beyond)
         return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
 
     def of_input_amax(self, amax: Tensor) -> Tensor:
-        """The inverse of `input_amax`."""
+        """The inverse of `input_amax`, for a zero point of 0 where there is one."""
         if self.global_scale is None:
-            return amax / E4M3.largest
+            return amax / (self.input_largest + (0.5 if self.input_zero_point else 0.0))
         return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
 
 
@@ -263,7 +277,8 @@ class Spelling:
 class QuantMethod:
     """`name` is config.json's `quant_method`. `read(config)` reads a `quantization_config`, of whatever tool; it raises
     PrecisionError for what cannot be read. `weight_scales` and `input_scales` are the names that scales have; of
-    several, the first is looked for first. `spelling` is for methods that exports are written in.
+    several, the first is looked for first. `spelling` is for methods that exports are written in. `own_names`: codes
+    have names that no weight of a model has, under which alone engines read them.
     """
 
     name: str
@@ -271,6 +286,7 @@ class QuantMethod:
     weight_scales: tuple[str, ...] = ("weight_scale",)
     input_scales: tuple[str, ...] = ("input_scale",)
     spelling: Spelling | None = None
+    own_names: bool = False
 
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
         """The names of a weight's scale tensors in an export, and the size of its blocks."""

@@ -14,11 +14,20 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
-from precisionctl.fp8.elements import element_of
+from precisionctl.fp8.elements import E4M3, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod, Scales, quant_methods, sibling, sized
+from precisionctl.quant_methods.base import (
+    FLOATS,
+    CodeFormat,
+    Quantization,
+    QuantMethod,
+    Scales,
+    quant_methods,
+    sibling,
+    sized,
+)
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -91,7 +100,7 @@ def coded_weights(
 
 
 def _packed(quantization: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
-    """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
+    """The stored tensors that are words of packed codes, by the names of the weights. Raises DamagedCheckpoint for
     one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
     found: dict[str, str] = {}
     packings = [form.packing for form in quantization.formats if form.packing and form.packing.block is None]
@@ -146,18 +155,25 @@ def _coded(
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.other_tensors)
     given = _input(weight, method, form, quantization, specs, where)
     size = sized(form.block, spec)
-    scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
+    of_input = sibling(weight, form.input_zero_point) if given and form.input_zero_point else None
+    largest = input_largest(spec)
+    scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape, of_input, largest)
     check_other_tensors(scales, spec, specs, where)
     return CodedWeight(codes, spec, scales)
 
 
+def input_largest(weight: TensorSpec) -> float:
+    """As `Scales.input_largest`, of the input of codes: integers meet integers, all others FP8."""
+    return (weight.element if weight.element.is_integer else E4M3).of_amax
+
+
 _BESIDE = ("weight_global_scale", "weight_scale_2", "weight_zero_point", "weight_shape", "pre_quant_scale")
-"""Tensors that tools store beside four-bit codes and that are needed to decode them. The last, of ModelOpt's AWQ, is
-not read."""
+"""Tensors that tools store beside packed codes and that are needed to decode them. The last, of ModelOpt's AWQ, is not
+read."""
 
 
 def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
-    """Whether a tensor can be the scales of a weight in a format. Groups of four-bit codes are whole ones."""
+    """Whether a tensor can be the scales of a weight in a format. Groups of packed codes are whole ones."""
     size = sized(form.block, weight)
     grid = grid_shape(weight.rows, weight.columns, size)
     if form.packing and weight.columns % size[1]:
@@ -180,14 +196,15 @@ def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec 
 
 
 def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
-    """Raise DamagedCheckpoint where a tensor beside the scales of four-bit codes is not there, or of another shape or
+    """Raise DamagedCheckpoint where a tensor beside the scales of packed codes is not there, or of another shape or
     dtype than it has."""
     rows, groups = grid_shape(weight.rows, weight.columns, scales.block)
-    one = ((), (1,))
+    one, in_word = ((), (1,)), 32 // weight.element.bits
     for name, shapes, dtypes in (
         (scales.global_scale, one, (DType.float32,)),
-        (scales.input if weight.packing else None, one, (DType.float32,)),
-        (scales.zero_points, ((-(-rows // 8), groups),), (DType.int32,)),
+        (scales.input if weight.packing else None, one, FLOATS if scales.global_scale is None else (DType.float32,)),
+        (scales.input_zero_point, one, (DType.int8,)),
+        (scales.zero_points, ((-(-rows // in_word), groups),), (DType.int32,)),
         (scales.shape, ((2,),), (DType.int64, DType.int32)),
     ):
         if name is None:
@@ -295,7 +312,8 @@ def complete_encoding(
         what = f"{scales.shape} holds {shown(shape)} for codes of {list(weight.shape)}"
         raise DamagedCheckpoint(what, where=where)
     if scales.zero_points is not None:
-        found = replace(found, zeros=zero_points(read(scales.zero_points), len(found.scale_inv)))
+        words = read(scales.zero_points)
+        found = replace(found, zeros=zero_points(words, len(found.scale_inv), found.element.bits))
     if scales.global_scale is None:
         return found
     value = read(scales.global_scale).float().reshape(())

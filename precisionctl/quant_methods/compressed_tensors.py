@@ -11,7 +11,7 @@ from typing import Any
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, INT4, Packing
+from precisionctl.fp8.elements import E2M1, INT4, INT8, INT8_PLUS_128, Packing
 from precisionctl.quant_methods.base import (
     BLOCKS,
     CHANNEL,
@@ -41,6 +41,8 @@ _NVFP4 = CodeFormat(
 )
 _MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, DType.uint8, "_packed"), EXPONENTS)
 _INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, DType.int32, "_packed"), FLOATS, shape="weight_shape")
+_INT8 = CodeFormat(CHANNEL, Packing("INT8", INT8, DType.int8), FLOATS)
+_INT8_PACKED = CodeFormat(CHANNEL, Packing("INT8", INT8_PLUS_128, DType.int32, "_packed"), FLOATS, shape="weight_shape")
 
 _FORMATS: Mapping[str, CodeFormat] = {
     "nvfp4": _NVFP4,
@@ -98,22 +100,29 @@ def read(config: Mapping[str, Any]) -> Quantization:
     """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8."""
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
-    parts = [_group(group) for group in groups]
+    parts = [_group(group, config.get("format")) for group in groups]
     if not parts:
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
         raise _unread("weights are packed as sparse, or were transformed")
+    cache = config.get("kv_cache_scheme")
+    if isinstance(cache, Mapping) and (cache.get("num_bits", 8), cache.get("type", "int")) != (8, "float"):
+        raise _unread("the KV cache is not in FP8")
     return together(parts)
 
 
-def _group(group: object) -> Quantization:
+def _group(group: object, layout: object) -> Quantization:
+    """`layout` is the config's `format`, for groups that have none of their own."""
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     if weights is not None and weights.get("num_bits") == 4:
         form = _four_bits(weights)
         same = form == _MXFP4 and inputs is not None and inputs.get("num_bits") == 4
         return Quantization((replace(form, same_inputs=same),), None)
+    if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
+        own = group.get("format") if isinstance(group, Mapping) else None
+        return _int8(weights, inputs, own or layout)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
-        raise _unread("weights are no 8-bit floating point")
+        raise _unread("weights are neither of 4 bits nor of 8")
     if weights.get("symmetric") is False or weights.get("dynamic"):
         raise _unread("weights have zero points, or no scales")
     strategy = weights.get("strategy")
@@ -130,20 +139,61 @@ def _group(group: object) -> Quantization:
 
 def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:
     kind, strategy, size = (weights.get(key) for key in ("type", "strategy", "group_size"))
-    symmetric = weights.get("symmetric", True)
-    if weights.get("dynamic") or type(symmetric) is not bool:
-        raise _unread("4-bit weights have no scales")
+    symmetric = _symmetric(weights)
     if kind == "float" and symmetric and (strategy, size) == ("tensor_group", 16):
         return _NVFP4
     if kind == "float" and symmetric and (strategy, size) == ("group", 32):
         return _MXFP4
+    if kind != "int":
+        raise _unread(f"4-bit {shown(kind)} weights of strategy {shown(strategy)}, groups of {shown(size)}")
+    form = replace(_INT4, block=_block_of_integers(weights))
+    return form if symmetric else replace(form, zero_points="weight_zero_point")
+
+
+_LAYOUTS = {"int-quantized": (_INT8,), "naive-quantized": (_INT8,), "pack-quantized": (_INT8_PACKED,)}
+
+
+def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: object) -> Quantization:
+    """Bytes, or words of four; zero points are read beside words alone. Inputs are rounded to INT8 too, by one fixed
+    scale or by one for each token, or stay as they are."""
+    symmetric = _symmetric(weights)
+    block = TENSOR if weights.get("strategy") == "tensor" and symmetric else _block_of_integers(weights)
+    known = _LAYOUTS.get(layout, (_INT8, _INT8_PACKED)) if isinstance(layout, str) else (_INT8, _INT8_PACKED)
+    forms = [replace(form, block=block) for form in known]
+    if not symmetric:
+        forms = [replace(form, zero_points="weight_zero_point") for form in forms if form.shape]
+    if not forms:
+        raise _unread("8-bit weights have zero points that are not packed")
+    if inputs is None:
+        return Quantization(tuple(forms), None)
+    fixed = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("tensor", False)
+    by_token = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
+    if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, "int") or not (fixed or by_token):
+        raise _unread("inputs of 8-bit integer weights are no 8-bit integers under one fixed scale, or one of a token")
+    zero_point = None if inputs.get("symmetric", True) is True else "input_zero_point"
+    given = "input_scale" if fixed else None
+    forms = [replace(form, input=given, input_zero_point=zero_point, same_inputs=by_token) for form in forms]
+    return Quantization(tuple(forms), fixed)
+
+
+def _symmetric(weights: Mapping[str, Any]) -> bool:
+    """Whether weights have no zero points. Raises PrecisionError for those that have no scales."""
+    symmetric = weights.get("symmetric", True)
+    if weights.get("dynamic") or type(symmetric) is not bool:
+        raise _unread("weights have no scales")
+    return symmetric
+
+
+def _block_of_integers(weights: Mapping[str, Any]) -> Block:
+    """The groups or channels of integers. Raises PrecisionError for groups of inputs in another order."""
+    strategy, size = weights.get("strategy"), weights.get("group_size")
     if weights.get("actorder") in ("group", "dynamic"):
         raise _unread("groups are of inputs in another order (actorder)")
     groups = strategy == "group" and type(size) is int and 0 < size < 1 << 31
-    if kind != "int" or not (groups or strategy == "channel"):
-        raise _unread(f"4-bit {shown(kind)} weights of strategy {shown(strategy)}, groups of {shown(size)}")
-    form = replace(_INT4, block=(1, size if groups else None))
-    return form if symmetric else replace(form, zero_points="weight_zero_point")
+    if not (groups or strategy == "channel"):
+        bits = weights.get("num_bits", 8)
+        raise _unread(f"{bits}-bit 'int' weights of strategy {shown(strategy)}, groups of {shown(size)}")
+    return (1, size if groups else None)
 
 
 def _arguments(group: object, part: str) -> Mapping[str, Any] | None:
@@ -161,7 +211,7 @@ def _unread(why: str) -> PrecisionError:
         f"these compressed-tensors config groups are not of a kind that can be read: {why}",
         where="config.json",
         do="Known: 8-bit floating point with one scale for a tensor, a channel, a block or a group; NVFP4; MXFP4; "
-        "4-bit integers with one for a channel or a group of inputs in their order.",
+        "integers of 4 or 8 bits with one for a channel or a group of inputs in their order.",
     )
 
 

@@ -92,6 +92,7 @@ _READ: Mapping[str, Quantization] = {
 
 _OTHERWISE = {
     "AWQ": "inputs are scaled too (pre_quant_scale)",
+    "W8A8_SQ": "inputs are scaled too (pre_quant_scale)",
     "SVD": "a part of low rank is to be added",
     "FOUR_OVER_SIX": "scales are normalised otherwise",
 }

@@ -20,4 +20,4 @@ def read(config: Mapping[str, Any]) -> Quantization:
     return Quantization((_MXFP4,), None)
 
 
-QUANT_METHOD = QuantMethod(name="mxfp4", read=read, weight_scales=("scales",))
+QUANT_METHOD = QuantMethod(name="mxfp4", read=read, weight_scales=("scales",), own_names=True)

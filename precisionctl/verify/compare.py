@@ -210,7 +210,7 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     returns it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
-    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
     differing = 0
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
@@ -43,9 +43,11 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     method = recognise(reader.config)
-    if (packed := in_four_bits(reader)) and not (method and method.spelling and method.spelling.four_bits):
+    spelling = method.spelling if method else None
+    ruled = {"FP8", *(form.name for form in spelling.four_bits.values())} if spelling else set()
+    if unruled := [name for name in (reader.specs[each].codes_name for each in reader.encodings) if name not in ruled]:
         raise UnknownFormat(
-            f"there are no rules for {next(iter(packed.values())).name} as this directory stores it",
+            f"there are no rules for {unruled[0]} as this directory stores it",
             where=reader.path,
             do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )

@@ -53,6 +53,9 @@ class FixedScales:
             return {}
         scales = {name: self.encodings.input_scale(weight) for name, weight in self._inputs.items()}
         found = {name: torch.tensor([scale]) for name, scale in scales.items() if scale is not None}
+        for name, weight in self._inputs.items():
+            if (zero := self.encodings.input_zero_point(weight)) is not None:
+                found[f"zero point beside the {name}"] = torch.tensor([zero])
         for name in self.encodings.stored.specs:
             if name.endswith(CACHE_SCALES):
                 found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
@@ -67,9 +70,9 @@ class FixedScales:
         return {f"input scale of {renamed.get(name, name) if one_to_one else name}": name for name in weights}
 
     def is_computed(self, name: str) -> bool:
-        """Whether a stored scale is computed from a global scale, as that of four-bit inputs."""
+        """Whether a stored scale is computed from what is stored, as that of inputs that are not rounded to FP8."""
         weight = self._inputs.get(name)
-        return self.encodings is not None and weight is not None and bool(self.encodings.scales[weight].global_scale)
+        return self.encodings is not None and weight is not None and not self.encodings.scales[weight].inputs_in_fp8
 
     @cached_property
     def recorded(self) -> Mapping[str, float]:

@@ -105,8 +105,8 @@ class HfTensors:
         high, wide = self.reader.encodings[reads[0]].block
         return high, wide
 
-    def in_four_bits(self, name: str) -> bool:
-        """Whether a tensor of codes is stored in four bits each."""
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor of codes is of other codes than FP8."""
         return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
 
     def is_codes(self, name: str) -> bool:

@@ -39,14 +39,14 @@ half of the smallest code is 2^-28, so smaller ones become zero honestly."""
 class Losses:
     """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
 
-    `four_bits`: codes are of four bits each. `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are
+    `packed`: codes are other than FP8. `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are
     not negligible.
     """
 
     rows: int
     columns: int
     block: tuple[int, int]
-    four_bits: bool = False
+    packed: bool = False
     total: Loss = Loss()
     largest: float = 0.0
     largest_error: float = 0.0
@@ -65,7 +65,7 @@ class Losses:
         self.total += Loss(
             elements=values.numel(),
             underflows=int((there & (decoded == 0)).sum()),
-            saturated=_far_beyond(values, decoded) if self.four_bits else _beyond(codes, values, decoded),
+            saturated=_far_beyond(values, decoded) if self.packed else _beyond(codes, values, decoded),
             power=float(power.sum()),
             error=float(noise.sum()),
         )
@@ -105,8 +105,8 @@ class Losses:
     @property
     def remark(self) -> str:
         """In words, what is worth knowing of codes that do represent the values."""
-        if self.four_bits:
-            return ""  # sixteen numbers cannot do better
+        if self.packed:
+            return ""  # sixteen numbers, or steps of one size, cannot do better
         nonzero = self.total.underflows / max(1, self.total.elements)
         if max(nonzero, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))
@@ -127,6 +127,6 @@ def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
 
 
 def _far_beyond(values: Tensor, decoded: Tensor) -> int:
-    """The same for four-bit codes: the number of values that exceed their code's number by half, as only the largest
+    """The same for packed codes: the number of values that exceed their code's number by half, as only the largest
     code can be so far off."""
     return int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())

@@ -17,6 +17,10 @@ MODELOPT_VERSION = "0.47.0"
 """The version whose JSON quant_methods/modelopt.py writes."""
 
 
+TRANSFORMERS = re.search(r"^transformers==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)[1]
+"""The version that we are tested with."""
+
+
 def llm_compressor() -> Path:
     """The Python of an environment with llm-compressor."""
     return python_with("llmcompressor", ("llmcompressor==0.14.0.1", f"torch=={torch.__version__.partition('+')[0]}"))
@@ -27,6 +31,12 @@ def modelopt() -> Path:
     own requirements."""
     packages = (f"nvidia-modelopt=={MODELOPT_VERSION}", "torch", "transformers", "requests", "datasets")
     return python_with("modelopt", (*OUR_VERSIONS, *packages))
+
+
+def quark() -> Path:
+    """The Python of an environment with AMD's Quark, which names neither torch nor transformers as requirements."""
+    version = torch.__version__.partition("+")[0]
+    return python_with("quark", ("amd-quark==0.13", f"torch=={version}", f"transformers=={TRANSFORMERS}"))
 
 
 def vllm() -> Path:
