@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints import transposed_codes
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.decoded import transposed_codes
+from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
@@ -226,7 +227,7 @@ def test_what_gptqmodel_and_autoawq_have_packed_is_what_they_make_of_it(golden: 
     with safe_open(file, framework="pt") as opened:
         config = {"quantization_config": json.loads(opened.metadata()["quantization_config"])}
     places = {f"module.{name}": (file, tensor) for name, tensor in read_header(file).items()}
-    found = transposed_codes.transposed_codes(config, StoredTensors(places), file)
+    found = decoded_weights(config, StoredTensors(places), file)
     assert found and torch.equal(read_tensor(found, "module.weight"), load_file(file)["decoded"].t().bfloat16())
 
 

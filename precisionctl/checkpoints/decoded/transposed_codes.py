@@ -7,17 +7,16 @@ FP32, rounded once to BF16. int32 words hold the first code in their lowest bits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
+from precisionctl.checkpoints.base import Box, read_box, read_tensor
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
-from precisionctl.quant_methods.coded_weights import AS_VALUES
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ time."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ each of eight outputs is."""
-
-_FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
 
 
 @dataclass(frozen=True)
@@ -67,55 +64,30 @@ class _Slab:
     order: Tensor | None
 
 
-def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
-    """The transposed codes among the `stored` tensors of a directory with this config.json; None if it names another
-    method."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    return TransposedCodes(stored, quantization, where) if quantization and method in AS_VALUES else None
+class TransposedCodes(DecodedWeights):
+    """The weights of a GPTQ or AWQ directory. The stored codes are those of the transposed weight."""
 
-
-class TransposedCodes:
-    """The weights of a GPTQ or AWQ directory, by name, as BF16 values. The stored codes are those of the transposed
-    weight; rows are computed when they are read.
-
-    Raises PrecisionError for a config or a width of codes that is not read, DamagedCheckpoint for tensors that
-    contradict one another.
-    """
-
-    def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
-        self._stored, self._where = stored, where
-        self._method = quantization["quant_method"]
-        self._awq = self._method == "awq"
-        self._one_less = not self._awq and _format_of(quantization, where) == "gptq"
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._awq = self.method == "awq"
+        self._one_less = not self._awq and _format_of(quantization, self._where) == "gptq"
         if self._awq:
-            _check_awq(quantization, where)
-        _check_alike(quantization, where)
+            _check_awq(quantization, self._where)
+        _check_alike(quantization, self._where)
         group_size = quantization.get("group_size")
         if type(group_size) is not int or group_size < -1 or group_size == 0:
-            raise PrecisionError(f"{shown(group_size)} as the size of a group", where=where, do=_FROM_THE_RELEASE)
-        found = [name.removesuffix(".qweight") for name in stored.specs if name.endswith(".qweight")]
-        self._ordered = bool(quantization.get("desc_act")) or any(name.endswith(".g_idx") for name in stored.specs)
+            what = f"{shown(group_size)} as the size of a group"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        found = [name.removesuffix(".qweight") for name in self._stored.specs if name.endswith(".qweight")]
+        ordered = any(name.endswith(".g_idx") for name in self._stored.specs)
+        self._ordered = bool(quantization.get("desc_act")) or ordered
         self._modules = {f"{name}.weight": self._module(name, group_size, quantization.get("bits")) for name in found}
-        self.specs = {
-            name: TensorSpec((module.out, module.inputs), DType.bfloat16) for name, module in self._modules.items()
-        }
+        self.shapes = {name: (module.out, module.inputs) for name, module in self._modules.items()}
+        self.kinds = {f"{module.bits}-bit integers" for module in self._modules.values()}
         kinds = ("qweight", "qzeros", "scales", "g_idx")
         self.read = {module.tensor(kind) for module in self._modules.values() for kind in kinds}
-        """The names of what is read of them."""
         self._last: _Slab | None = None
 
-    @property
-    def words(self) -> str:
-        """What is stored, and what it is read as, in words."""
-        bits = sorted({module.bits for module in self._modules.values()})
-        return f"{' and '.join(f'{each}-bit' for each in bits)} integers of {self._method}, read as bfloat16"
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return [Chunk(whole(self.specs[name]), _Rows(self, name))]
-
     def rows(self, name: str, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` of a weight, BF16."""
         module, made = self._modules[name], []
         step = max(1, _ROOM * 8 // (module.inputs * module.bits)) // 32 * 32 or 32  # whole words of zero points
         for first in range(row // step * step, row + rows, step):
@@ -211,22 +183,11 @@ class TransposedCodes:
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
             what = f"{name} has {shapes} and groups of {shown(group_size)}, which are no codes of 4 or 8 bits"
-            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
+            raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
         if bits_said not in (None, bits):
             what = f"{name} has codes of {bits} bits, and config.json says `bits` {shown(bits_said)}"
-            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
+            raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
         return _Module(name, out, inputs, groups, bits, group, f"{name}.g_idx" if order else None)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one weight."""
-
-    weights: TransposedCodes
-    name: str
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        return self.weights.rows(self.name, row, rows)
 
 
 def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
@@ -252,7 +213,7 @@ def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     found: str = _value_of(quantization, "checkpoint_format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
-        raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(f"{what}, which is not read", where=where, do=FROM_THE_RELEASE)
     return found
 
 
@@ -260,11 +221,11 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
     if quantization.get("zero_point") not in (None, True):
         what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
     found = _value_of(quantization, "version", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
 
 
 def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
@@ -278,10 +239,10 @@ def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
     `dynamic`, a rule that begins with `-:` only names modules without codes."""
     own = quantization.get("dynamic") or {}
     if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
-        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=FROM_THE_RELEASE)
     if quantization.get("pack_dtype") not in (None, "int32"):
         what = f"codes in words of `pack_dtype` {shown(quantization['pack_dtype'])}, which are not read"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
     if quantization.get("desc_act") not in (None, True, False):
         what = f"`desc_act` {shown(quantization['desc_act'])}, which is neither true nor false"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
