@@ -59,7 +59,7 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
     source = open_checkpoint(tmp_path / "source")
     assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
     bits = transposed_directories.SPELLINGS[spelling].bits
-    method = "awq" if spelling == "awq" else "gptq"
+    method = transposed_directories.SPELLINGS[spelling].config["quant_method"]
     assert describe(source)["precision"] == f"{bits}-bit integers of {method}, read as bfloat16"
     if spelling == "gptq-desc-act":
         conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2), workers=1)
@@ -221,7 +221,7 @@ GOLDEN = sorted(file.stem for file in FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("golden", GOLDEN)
-def test_what_gptqmodel_and_autoawq_have_packed_is_what_they_make_of_it(golden: str) -> None:
+def test_what_gptqmodel_autoawq_and_autoround_have_packed_is_what_they_make_of_it(golden: str) -> None:
     """In BF16; their scales were FP32, so that they had not rounded yet (tests/golden/transposed.py)."""
     file = FOLDER / f"{golden}.safetensors"
     with safe_open(file, framework="pt") as opened:
@@ -234,7 +234,9 @@ def test_what_gptqmodel_and_autoawq_have_packed_is_what_they_make_of_it(golden: 
 def test_there_is_a_golden_file_of_each_way_to_store_zero_points_and_groups() -> None:
     assert {*GOLDEN} == {
         "autoawq-gemm",
-        *("gptqmodel-4-gptq", "gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
+        *("autoround-4-auto_round", "autoround-8-auto_round", "autoround-4-auto_gptq", "autoround-8-auto_gptq"),
+        *("autoround-4-auto_awq", "gptqmodel-4-gptq"),
+        *("gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
     }
 
 

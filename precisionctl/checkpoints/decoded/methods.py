@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.checkpoints.base import Chunked
+from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
@@ -11,6 +12,7 @@ from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
 METHODS: Mapping[str, type[DecodedWeights]] = {
     "gptq": TransposedCodes,
     "awq": TransposedCodes,
+    "auto-round": AutoRoundCodes,
     "bitsandbytes": BitsAndBytesCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""

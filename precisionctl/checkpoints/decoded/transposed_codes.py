@@ -1,4 +1,5 @@
-"""GPTQ's and AWQ's integers, read as values: codes of a weight's transpose, decoded as its rows are read.
+"""GPTQ's and AWQ's integers, read as values: codes of a weight's transpose, decoded as its rows are read. AutoRound
+packs as these do (`auto_round.py`).
 
 A module has `qweight`, `qzeros`, `scales` and, of GPTQ's, `g_idx`; its weight `[out, in]` is `(code - zero) * scale` in
 FP32, rounded once to BF16. int32 words hold the first code in their lowest bits. Sources: GPTQModel 7.7
@@ -7,7 +8,7 @@ FP32, rounded once to BF16. int32 words hold the first code in their lowest bits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,23 +65,45 @@ class _Slab:
     order: Tensor | None
 
 
+@dataclass(frozen=True)
+class WordLayout:
+    """How words hold codes: as AWQ has them, else as GPTQ, which may store zero points `one_less` than they are. A
+    weight has one of the `group_sizes` (-1: a group is a whole row), and one of these `bits`, or any if there are
+    none."""
+
+    awq: bool
+    one_less: bool
+    group_sizes: Collection[int]
+    bits: Collection[object]
+
+
 class TransposedCodes(DecodedWeights):
     """The weights of a GPTQ or AWQ directory. The stored codes are those of the transposed weight."""
 
-    def _find(self, quantization: Mapping[str, Any]) -> None:
-        self._awq = self.method == "awq"
-        self._one_less = not self._awq and _format_of(quantization, self._where) == "gptq"
-        if self._awq:
+    def _layout(self, quantization: Mapping[str, Any]) -> WordLayout:
+        """What the config says. Raises PrecisionError for what is not read."""
+        awq, one_less = self.method == "awq", False
+        if awq:
             _check_awq(quantization, self._where)
-        _check_alike(quantization, self._where)
-        group_size = quantization.get("group_size")
-        if type(group_size) is not int or group_size < -1 or group_size == 0:
-            what = f"{shown(group_size)} as the size of a group"
+        else:
+            one_less = _format_of(quantization, self._where) == "gptq"
+        check_alike(quantization, self._where)
+        bits = quantization.get("bits")
+        return WordLayout(awq, one_less, [self._group_size(quantization)], [] if bits is None else [bits])
+
+    def _group_size(self, settings: Mapping[str, Any]) -> int:
+        size = settings.get("group_size")
+        if type(size) is not int or size < -1 or size == 0:
+            what = f"{shown(size)} as the size of a group"
             raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        return size
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._words = self._layout(quantization)
         found = [name.removesuffix(".qweight") for name in self._stored.specs if name.endswith(".qweight")]
         ordered = any(name.endswith(".g_idx") for name in self._stored.specs)
         self._ordered = bool(quantization.get("desc_act")) or ordered
-        self._modules = {f"{name}.weight": self._module(name, group_size, quantization.get("bits")) for name in found}
+        self._modules = {f"{name}.weight": self._module(name) for name in found}
         self.shapes = {name: (module.out, module.inputs) for name, module in self._modules.items()}
         self.kinds = {f"{module.bits}-bit integers" for module in self._modules.values()}
         kinds = ("qweight", "qzeros", "scales", "g_idx")
@@ -118,7 +141,7 @@ class TransposedCodes(DecodedWeights):
 
     def _codes(self, module: _Module, columns: slice) -> Tensor:
         """Bytes of codes of outputs, each in the order of inputs."""
-        if not self._awq:
+        if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
             return words.t().contiguous().view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
@@ -127,16 +150,16 @@ class TransposedCodes(DecodedWeights):
     def _zeros(self, module: _Module, columns: slice) -> Tensor:
         """Zero points `[groups, n]`, of the codes' range."""
         words = self._columns(module, "qzeros", columns, module.in_word)
-        if self._awq:
+        if self._words.awq:
             return _in_awq_order(words)
         stored = words.view(torch.uint8) if module.bits == 8 else nibbles.unpack(words.view(torch.uint8))
         zeros = stored[:, : columns.stop - columns.start].int()
-        if self._one_less and bool((zeros == (1 << module.bits) - 1).any()):
+        if self._words.one_less and bool((zeros == (1 << module.bits) - 1).any()):
             what = f"{module.tensor('qzeros')} holds {(1 << module.bits) - 1}, for which readers take 0 or one more"
             raise PrecisionError(
                 what, where=self._where, do="Save it as gptq_v2, which stores zero points as they are."
             )
-        return zeros + 1 if self._one_less else zeros
+        return zeros + 1 if self._words.one_less else zeros
 
     def _columns(self, module: _Module, kind: str, columns: slice, in_word: int) -> Tensor:
         """Columns of a stored matrix, of which each word has so many."""
@@ -144,7 +167,7 @@ class TransposedCodes(DecodedWeights):
         first, stop = columns.start // in_word, -(-columns.stop // in_word)
         return read_box(self._stored, name, Box(0, self._stored.specs[name].rows, first, stop - first))
 
-    def _module(self, name: str, group_size: int, bits_said: object) -> _Module:
+    def _module(self, name: str) -> _Module:
         specs = self._stored.specs
         there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
         for kind, spec in there.items():
@@ -166,28 +189,27 @@ class TransposedCodes(DecodedWeights):
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
         bits = next((bits for bits in (4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
-        if self._ordered and not self._awq and order is None:
+        if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
             raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
-        if self._awq:
+        if self._words.awq:
             inputs, fits = rows, bits == 4 and columns * 8 == out
         else:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
-        group = inputs if group_size == -1 else group_size
-        fits = fits and group <= inputs
-        if order:
-            fits = fits and (order.dtype, order.shape) == (DType.int32, (inputs,))
-        else:
-            fits = fits and groups == -(-inputs // group)
+        sizes = {inputs if size == -1 else size for size in self._words.group_sizes}
+        sizes = {size for size in sizes if size <= inputs and groups == -(-inputs // size)}
+        fits = fits and len(sizes) == 1 and (not order or (order.dtype, order.shape) == (DType.int32, (inputs,)))
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
-            what = f"{name} has {shapes} and groups of {shown(group_size)}, which are no codes of 4 or 8 bits"
+            groups_of = " or ".join(map(shown, self._words.group_sizes))
+            what = f"{name} has {shapes} and groups of {groups_of}, which are no codes of 4 or 8 bits"
             raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
-        if bits_said not in (None, bits):
-            what = f"{name} has codes of {bits} bits, and config.json says `bits` {shown(bits_said)}"
+        if self._words.bits and bits not in self._words.bits:
+            said = " or ".join(map(shown, self._words.bits))
+            what = f"{name} has codes of {bits} bits, and config.json says `bits` {said}"
             raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
-        return _Module(name, out, inputs, groups, bits, group, f"{name}.g_idx" if order else None)
+        return _Module(name, out, inputs, groups, bits, sizes.pop(), f"{name}.g_idx" if order else None)
 
 
 def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
@@ -234,7 +256,7 @@ def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
 
 
-def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
+def check_alike(quantization: Mapping[str, Any], where: object) -> None:
     """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
     `dynamic`, a rule that begins with `-:` only names modules without codes."""
     own = quantization.get("dynamic") or {}
