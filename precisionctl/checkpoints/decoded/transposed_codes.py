@@ -125,8 +125,8 @@ class TransposedCodes(DecodedWeights):
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
         furthest = scales * torch.maximum(zeros, (1 << module.bits) - 1 - zeros)
-        if not bool((furthest.bfloat16().isfinite() & (scales >= 0)).all()):
-            what = f"{module.tensor('scales')} holds a scale that is negative, infinite or NaN, or whose codes are"
+        if not bool(furthest.bfloat16().isfinite().all()):  # AutoRound's symmetric ones may be negative
+            what = f"{module.tensor('scales')} holds a scale that is infinite or NaN, or whose codes are"
             raise DamagedCheckpoint(what, where=self._where)
         known = self._last if self._last and self._last.weight == name else None
         order = known.order if known else self._order(module)
