@@ -54,8 +54,8 @@ class HuggingFaceReader:
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Codes of four
     bits have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
-    Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ, AWQ,
-    bitsandbytes) are values here.
+    Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
+    bitsandbytes and others) are values here.
     """
 
     layout: Layout = "hf"
@@ -75,6 +75,12 @@ class HuggingFaceReader:
                 f"and engines read {self._file_format.single}",
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
+            )
+        if self._file_format is not SAFETENSORS and _quant_method(self.config) == "torchao":
+            raise PrecisionError(
+                "tensors of torchao in pickles, which are not read",
+                where=path,
+                do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
             )
         places = unpacked(stored_places(path, self._file_format))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
@@ -292,6 +298,11 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
         found = {"quant_method": "modelopt"} | found
     return config | {"quantization_config": found} if found else config
+
+
+def _quant_method(config: Mapping[str, Any]) -> object:
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _read_text(path: Path) -> bytes:

@@ -24,7 +24,7 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes")
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 

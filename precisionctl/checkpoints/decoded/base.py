@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Chunk, Chunked, whole
+from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 
@@ -34,7 +35,7 @@ class DecodedWeights(ABC):
     read: Set[str]
     kinds: Set[str]
 
-    def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
+    def __init__(self, stored: StoredTensors, quantization: Mapping[str, Any], where: object) -> None:
         self._stored, self._where = stored, where
         self.method: str = quantization["quant_method"]
         self._find(quantization)
