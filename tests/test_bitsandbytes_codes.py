@@ -8,6 +8,7 @@ import bitsandbytes_directories
 import conversions
 import pytest
 import torch
+import training
 from bitsandbytes_directories import quant_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.request import Request
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, PrecisionError
+from precisionctl.evaluate import evaluate
 from precisionctl.param import Parallelism
 from precisionctl.quant_methods.coded_weights import AS_VALUES
 from precisionctl.reports.inspect import describe
@@ -249,6 +251,23 @@ def test_exports_are_those_of_the_decoded_values(tmp_path: Path) -> None:
         conversions.carry_out(Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic"))
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "nf4-fp8" / name).read_bytes() == (tmp_path / "bf16-fp8" / name).read_bytes()
+
+
+def test_training_on_begins_with_the_decoded_values_and_eval_computes_with_them(tmp_path: Path) -> None:
+    training.make_text(tmp_path / "text.txt")
+    words = training.make_source(tmp_path / "words")
+    bitsandbytes_directories.make(tmp_path / "nf4", "nf4-nested", vocab_size=80)
+    conversions.run(tmp_path / "nf4", tmp_path / "bf16", "hf")
+    for folder in ("nf4", "bf16"):
+        for file in words.glob("tokenizer*"):
+            (tmp_path / folder / file.name).write_bytes(file.read_bytes())
+    found = []
+    for folder in ("nf4", "bf16"):
+        source = tmp_path / folder
+        loss = evaluate(open_checkpoint(source), tmp_path / "text.txt", sequence_length=32).loss
+        made = training.settings(source, tmp_path / "text.txt", tmp_path / f"run-{folder}", train__steps=1)
+        found.append((loss, training.run(made)[2]))
+    assert found[0] == found[1] and len(found[0][1]) == 1
 
 
 def test_each_method_of_codes_that_are_values_has_a_reader() -> None:
