@@ -30,7 +30,7 @@ from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj"
 GOLDEN = Path(__file__).parent / "golden" / "torchao_codes.safetensors"
-WORDS = {"float8": "FP8 codes", "int8": "INT8 codes", "intx": "integers in INT8"}
+WORDS = {"float8": "FP8 codes", "int8": "INT8 codes", "intx": "integers in INT8", "int4": "INT4 codes"}
 
 
 def change(directory: Path, changed: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
@@ -57,7 +57,7 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
     assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
     words = WORDS[spelling.partition("-")[0]]
     assert describe(source)["precision"] == f"{words} of torchao, read as bfloat16"
-    if spelling == "float8-block":
+    if spelling in ("float8-block", "int4-group"):
         conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2), workers=1)
         assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
 
@@ -81,13 +81,21 @@ def test_experts_in_one_tensor_are_read_as_its_slices() -> None:
         assert torch.equal(read_tensor(golden(), f"mlp.experts.up_proj[{expert}]"), expected[expert])
 
 
+def test_an_int4_tensor_decodes_to_the_weight_that_was_quantized_but_for_half_a_step() -> None:
+    """torchao decodes it only within CUDA kernels. BF16 scales, zero points and results add a little."""
+    stored = load_file(GOLDEN)
+    step = stored["int4-group._weight_scale"].float().t().repeat_interleave(32, 1)
+    found = read_tensor(golden(), "int4-group.weight").float()
+    assert ((found - stored["int4-group.weight_before"].float()).abs() / step).max() < 0.55
+
+
 def test_there_is_a_golden_weight_of_each_class_block_and_dtype() -> None:
     eight = {"float8-row", "float8-tensor", "float8-block", "float8-e5m2-float16", "float8-float32"}
     integers = {"int8-row", "int8-group-asymmetric", "intx-group", "intx-asymmetric-float16"}
     assert {*CASES} == eight | integers | {"mlp.experts"}
 
 
-@pytest.mark.parametrize("spelling", ["float8-block", "intx-group"])
+@pytest.mark.parametrize("spelling", ["float8-block", "intx-group", "int4-group"])
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"moe_intermediate_size": 96, "num_hidden_layers": 2}
     values = torchao_directories.make(tmp_path, spelling, "qwen3-moe", **sizes)
@@ -130,6 +138,7 @@ def say_data(**keys: object) -> Changed:
     return lambda tensors, said: said[f"{UP}.weight"]["_data"].update(keys)
 
 
+FLOATS = torch.zeros(96, 4)
 NAN = torch.full((96, 1), torch.nan)
 HOSTILE: dict[str, tuple[str, Changed, type[PrecisionctlError], str]] = {
     "no metadata": ("float8-row", lambda tensors, said: said.clear(), DamagedCheckpoint, "no metadata of its file"),
@@ -163,7 +172,19 @@ HOSTILE: dict[str, tuple[str, Changed, type[PrecisionctlError], str]] = {
     "scales of integers": ("float8-row", put("_weight_scale", NAN.int()), DamagedCheckpoint, "no FP8 codes"),
     "scales of NaN": ("float8-row", put("_weight_scale", NAN), DamagedCheckpoint, "infinite or NaN"),
     "codes of BF16": ("float8-row", put("_weight_qdata", torch.ones(96, 128)), DamagedCheckpoint, "no FP8 codes"),
-    "zero points of floats": ("int8-row", put("_weight_zero_point", NAN), DamagedCheckpoint, "no INT8 codes"),
+    "zero points of floats": (
+        "intx-group",
+        put("_weight_zero_point", FLOATS),
+        PrecisionError,
+        "zero points in float32",
+    ),
+    "zero points of words": ("intx-group", put("_weight_zero_point", FLOATS.int()), DamagedCheckpoint, "no integers"),
+    "zero points of integers": ("int4-group", put("_weight_zero_point", FLOATS.int()), DamagedCheckpoint, "no INT4"),
+    "no zero points": ("int4-group", put("_weight_zero_point", None), DamagedCheckpoint, "no .*_weight_zero_point"),
+    "rows of scales": ("int4-group", put("_weight_scale", FLOATS.bfloat16()), DamagedCheckpoint, "no INT4 codes"),
+    "another shape": ("int4-group", say_data(shape=[128, 96]), DamagedCheckpoint, "no INT4 codes"),
+    "no shape": ("int4-group", say_data(shape=None), DamagedCheckpoint, "makes no sense"),
+    "blocks of rows": ("int4-group", say_data(block_size=[2, 32]), DamagedCheckpoint, "no INT4 codes"),
     "values too": ("float8-row", put("weight", torch.ones(96, 128)), DamagedCheckpoint, "as values, and as codes"),
 }
 

@@ -1,7 +1,7 @@
 """Hugging Face directories as transformers writes them with torchao, by a slow writer of its own.
 
-Random codes under random scales; what they are worth is computed in FP64 and rounded once, which is exact as both have
-few bits.
+Random codes under random scales; what they are worth is computed in FP64 and rounded once. That is what FP32 gives, as
+codes, zero points and scales have few bits.
 """
 
 import json
@@ -22,6 +22,7 @@ SPELLINGS = {
     "float8-block": ("Float8Tensor", (16, 32)),
     "int8-row": ("Int8Tensor", (1, None)),
     "intx-group": ("IntxUnpackedToInt8Tensor", (1, 32)),
+    "int4-group": ("Int4Tensor", (1, 32)),
 }
 """torchao's class, and the rows and columns that share a scale; None: all of them."""
 
@@ -34,6 +35,8 @@ def coded(
     rows, columns = (size or whole for size, whole in zip(block, shape, strict=True))
     grid = (shape[0] // rows, shape[1] // columns)
     scale = (torch.rand(grid, generator=generator) * 0.01 + 0.001).bfloat16().float()
+    if kind == "Int4Tensor":
+        return four_bits(shape, columns, scale.t().contiguous().bfloat16(), generator)
     stored = {"scale": scale}
     zero = torch.zeros(grid, dtype=torch.int8)
     if kind == "Float8Tensor":
@@ -45,6 +48,20 @@ def coded(
     values = (stored["qdata"].double() - every[0]) * every[1]
     data = {"block_size": [rows, columns], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
     return stored, {"_type": kind, "_data": data, "_tensor_data_names": list(stored)}, values.float().bfloat16()
+
+
+def four_bits(
+    shape: tuple[int, ...], columns: int, scale: Tensor, generator: torch.Generator
+) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+    """`coded` of an Int4Tensor with these scales, `[in / columns, out]`."""
+    codes = torch.randint(-8, 8, shape, generator=generator)
+    zero = (torch.randint(-8, 8, scale.shape, generator=generator) * 0.0078125).bfloat16()
+    every = [each.double().t().repeat_interleave(columns, 1) for each in (scale, zero)]
+    packed = [[(row[at] & 15) | (row[at + 1] & 15) << 4 for at in range(0, len(row), 2)] for row in codes.tolist()]
+    stored = {"qdata": torch.tensor(packed, dtype=torch.uint8).view(torch.int8), "scale": scale, "zero_point": zero}
+    data = {"block_size": [1, columns], "shape": [*shape], "activation_dtype": None}
+    said = {"_type": "Int4Tensor", "_data": data, "_tensor_data_names": list(stored)}
+    return stored, said, (codes * every[0] + every[1]).float().bfloat16()
 
 
 def make(
