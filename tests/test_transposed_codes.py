@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints import transposed_codes
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.decoded import transposed_codes
+from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
@@ -58,7 +59,7 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
     source = open_checkpoint(tmp_path / "source")
     assert compare(source, open_checkpoint(tmp_path / "bf16")).equal
     bits = transposed_directories.SPELLINGS[spelling].bits
-    method = "awq" if spelling == "awq" else "gptq"
+    method = transposed_directories.SPELLINGS[spelling].config["quant_method"]
     assert describe(source)["precision"] == f"{bits}-bit integers of {method}, read as bfloat16"
     if spelling == "gptq-desc-act":
         conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2), workers=1)
@@ -116,8 +117,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Tensor], Tensor | None], type[Precisionc
         DamagedCheckpoint,
         "g_idx names groups that are none of 4",
     ),
-    "a negative scale": ("scales", lambda each: -each, DamagedCheckpoint, "negative, infinite or NaN"),
-    "an infinite scale": ("scales", lambda each: each / 0, DamagedCheckpoint, "negative, infinite or NaN"),
+    "an infinite scale": ("scales", lambda each: each / 0, DamagedCheckpoint, "infinite or NaN"),
     "a scale that makes infinities": (
         "scales",
         lambda each: torch.full_like(each, 3e38, dtype=torch.float32),
@@ -136,6 +136,13 @@ def test_tensors_that_contradict_one_another_are_one_error(tmp_path: Path, case:
     change(tmp_path, f"{UP}.{kind}", changed)
     with pytest.raises(error, match=match):
         read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+
+
+def test_scales_may_be_negative_as_autoround_makes_them(tmp_path: Path) -> None:
+    values = transposed_directories.make(tmp_path, "auto-round-gptq")
+    change(tmp_path, f"{UP}.scales", lambda each: -each)
+    found = read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+    assert torch.equal(found, -values[f"{UP}.weight"].float().bfloat16())
 
 
 def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
@@ -220,20 +227,22 @@ GOLDEN = sorted(file.stem for file in FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("golden", GOLDEN)
-def test_what_gptqmodel_and_autoawq_have_packed_is_what_they_make_of_it(golden: str) -> None:
+def test_what_gptqmodel_autoawq_and_autoround_have_packed_is_what_they_make_of_it(golden: str) -> None:
     """In BF16; their scales were FP32, so that they had not rounded yet (tests/golden/transposed.py)."""
     file = FOLDER / f"{golden}.safetensors"
     with safe_open(file, framework="pt") as opened:
         config = {"quantization_config": json.loads(opened.metadata()["quantization_config"])}
     places = {f"module.{name}": (file, tensor) for name, tensor in read_header(file).items()}
-    found = transposed_codes.transposed_codes(config, StoredTensors(places), file)
+    found = decoded_weights(config, StoredTensors(places), file)
     assert found and torch.equal(read_tensor(found, "module.weight"), load_file(file)["decoded"].t().bfloat16())
 
 
 def test_there_is_a_golden_file_of_each_way_to_store_zero_points_and_groups() -> None:
     assert {*GOLDEN} == {
         "autoawq-gemm",
-        *("gptqmodel-4-gptq", "gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
+        *("autoround-4-auto_round", "autoround-8-auto_round", "autoround-4-auto_gptq", "autoround-8-auto_gptq"),
+        *("autoround-4-auto_awq", "gptqmodel-4-gptq"),
+        *("gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
     }
 
 

@@ -37,6 +37,11 @@ def _gptq(bits: int = 4, form: str | None = "gptq", group: int = 32, **more: Any
     return said | ({"checkpoint_format": form} if form else {})
 
 
+def _auto_round(packing: str, **more: Any) -> dict[str, Any]:
+    said = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "data_type": "int"}
+    return said | {"sym": True, "block_name_to_quantize": "model.layers", **more}
+
+
 SPELLINGS = {
     "gptq": Spelled(_gptq(form=None), less=1),
     "gptq-v2": Spelled(_gptq(form="gptq_v2"), scales=torch.bfloat16),
@@ -49,6 +54,10 @@ SPELLINGS = {
         order=(0, 2, 4, 6, 1, 3, 5, 7),
         g_idx=False,
     ),
+    "auto-round": Spelled(_auto_round("auto_round", sym=False), g_idx=False),
+    "auto-round-gptq": Spelled(_auto_round("auto_round:auto_gptq"), less=1, g_idx=False),
+    "auto-round-8-gptqmodel": Spelled(_auto_round("auto_round:gptqmodel", bits=8), 8),
+    "auto-round-awq": Spelled(_auto_round("auto_round:auto_awq"), order=(0, 2, 4, 6, 1, 3, 5, 7), g_idx=False),
 }
 
 
@@ -75,8 +84,8 @@ def coded(shape: tuple[int, ...], spelled: Spelled, generator: torch.Generator) 
     if spelled.shuffled:
         g_idx = g_idx[torch.randperm(inputs, generator=generator)]
     values = (codes - zeros.t()[:, g_idx]) * scales.double().t()[:, g_idx]
-    gptq = spelled.config["quant_method"] == "gptq"
-    packed = words(codes, spelled.bits).t() if gptq else words(codes.t(), spelled.bits, spelled.order)
+    awq = spelled.order != Spelled.order
+    packed = words(codes.t(), spelled.bits, spelled.order) if awq else words(codes, spelled.bits).t()
     stored = {"qweight": packed.contiguous(), "scales": scales}
     stored["qzeros"] = words(zeros - spelled.less, spelled.bits, spelled.order)
     return stored | ({"g_idx": g_idx.int()} if spelled.g_idx else {}), values

@@ -453,7 +453,8 @@ def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memor
                 if done == 0:
                     if whole_length(chunk.place):  # type: ignore[arg-type]
                         what = "its values are needed, and only the header of this file was downloaded"
-                        raise CheckpointError(what, where=chunk.place, do="Give the name on the Hub, not this path.")
+                        do = "Give the name on the Hub, not this path; `inspect --fp8` downloads all of it."
+                        raise CheckpointError(what, where=chunk.place, do=do)
                     what = "a file ends before its tensors do"
                     raise DamagedCheckpoint(what, where=chunk.place, do="Is the copy whole?")
                 data, at = data[done:], at + done

@@ -12,6 +12,7 @@ from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
+from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import unpacked
 from precisionctl.checkpoints.huggingface_files import (
@@ -24,7 +25,6 @@ from precisionctl.checkpoints.huggingface_files import (
 )
 from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer
 from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
-from precisionctl.checkpoints.transposed_codes import transposed_codes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
@@ -54,7 +54,8 @@ class HuggingFaceReader:
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Packed codes
     have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
-    Nor are those of a KV cache, which belong to no weight. Codes that are `transposed` (GPTQ, AWQ) are values here.
+    Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
+    bitsandbytes and others) are values here.
     """
 
     layout: Layout = "hf"
@@ -75,10 +76,16 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
+        if self._file_format is not SAFETENSORS and _quant_method(self.config) == "torchao":
+            raise PrecisionError(
+                "tensors of torchao in pickles, which are not read",
+                where=path,
+                do="Let transformers 5 with torchao 0.15 or newer save it again, in safetensors.",
+            )
         places = unpacked(stored_places(path, self._file_format))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
-        self.transposed = transposed_codes(self.config, StoredTensors(places), path / "config.json")
-        coded = {} if self.transposed else coded_weights(self.config, stored, path / "config.json")
+        self.decoded = decoded_weights(self.config, StoredTensors(places), path / "config.json")
+        coded = {} if self.decoded else coded_weights(self.config, stored, path / "config.json")
         for name, weight in coded.items():  # packed codes, under the name that the weight has
             file, tensor = places.pop(weight.codes)
             places[name] = file, replace(tensor, spec=weight.spec)
@@ -86,14 +93,14 @@ class HuggingFaceReader:
         self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
-        if self.transposed:
-            hidden |= self.transposed.read
+        if self.decoded:
+            hidden |= self.decoded.read
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
-        if self.transposed:
-            self.specs |= self.transposed.specs
+        if self.decoded:
+            self.specs |= self.decoded.specs
         self.model: ModelShape = read_model(self.config, path / "config.json", self.specs)
-        if self.transposed and self.model.architecture == "gpt2":
-            what = "integers of GPTQ or AWQ for GPT-2, whose linears are transposed themselves, are not read"
+        if self.decoded and self.model.architecture == "gpt2":
+            what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
             raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
         if self.config.get("quantization_config"):
             _check_packed(self.specs, path)
@@ -188,8 +195,8 @@ class HuggingFaceReader:
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self._optimizer and name.startswith(STATE):
             return self._optimizer.chunks(name)
-        if self.transposed and name in self.transposed.specs:
-            return self.transposed.chunks(name)
+        if self.decoded and name in self.decoded.specs:
+            return self.decoded.chunks(name)
         return self.stored.chunks(name)
 
 
@@ -291,6 +298,11 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
         found = {"quant_method": "modelopt"} | found
     return config | {"quantization_config": found} if found else config
+
+
+def _quant_method(config: Mapping[str, Any]) -> object:
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _read_text(path: Path) -> bytes:

@@ -320,9 +320,9 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
     for name, count in Counter(packing.name for packing in packings_of(reader).values()).items():
         weights = counted(count, "weight was", "weights were")
         yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."
-    if isinstance(reader, HuggingFaceReader) and (transposed := reader.transposed):
-        weights = counted(len(transposed.specs), "weight was", "weights were")
-        yield f"{weights} {transposed.words}. There is no way back to those codes."
+    if isinstance(reader, HuggingFaceReader) and (decoded := reader.decoded) and decoded.specs:
+        weights = counted(len(decoded.specs), "weight was", "weights were")
+        yield f"{weights} {decoded.words}. There is no way back to those codes."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_is_noted: bool = False) -> Iterator[str]:

@@ -33,13 +33,8 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_VALUES = ("gptq", "awq")
-"""Methods whose codes are only read as values (`checkpoints/transposed_codes.py`)."""
-
-_OTHERWISE = {
-    "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
-}
-"""What is stored under methods that are not read here, in words."""
+AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao")
+"""Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
@@ -57,13 +52,8 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
         what = f"codes of {name} are read as values alone"
         raise PrecisionError(what, where=where, do="`convert --to hf` makes a directory in BF16 of them.")
     if not isinstance(name, str) or name not in methods:
-        known = ", ".join(methods)
-        why = _OTHERWISE.get(name, "") if isinstance(name, str) else ""
-        raise PrecisionError(
-            f"quant_method {name!r} is not one that can be read{why and f': {why}'}",
-            where=where,
-            do=f"Known: {known}." + (" Start from the unquantized model." if why else ""),
-        )
+        known = ", ".join((*methods, *AS_VALUES))
+        raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=f"Known: {known}.")
     return methods[name]
 
 

@@ -52,8 +52,8 @@ def describe(reader: Reader) -> Description:
     # What the values are stored in, and what FP8 state is beside them, in a few words
     codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
-    if isinstance(reader, HuggingFaceReader) and reader.transposed:
-        stored = reader.transposed.words
+    if isinstance(reader, HuggingFaceReader) and reader.decoded and reader.decoded.specs:
+        stored = reader.decoded.words
     return {
         "path": str(reader.path),
         "container": reader.container,

@@ -1,9 +1,9 @@
-"""Writes the golden files in `transposed/`: a weight of 32 outputs and 128 inputs as GPTQModel and AutoAWQ pack it.
+"""Writes the golden files in `transposed/`: a weight of 32 outputs and 128 inputs as three tools pack it.
 
-    PYTHONPATH=GPTQMODEL:AUTOAWQ python transposed.py     where both sources are unpacked; PyTorch, transformers
+    PYTHONPATH=GPTQMODEL:AUTOAWQ:AUTOROUND python transposed.py     where they are unpacked; PyTorch, transformers
 
 Each has what the tool stores and, as `decoded`, what its own code makes of that with the scales in FP32, `[in, out]`;
-its metadata has the `quantization_config`. By GPTQModel 7.7.0 and AutoAWQ 0.2.9, on a CPU.
+its metadata has the `quantization_config`. By GPTQModel 7.7.0, AutoAWQ 0.2.9 and AutoRound 0.16.1, on a CPU.
 """
 
 import json
@@ -78,6 +78,27 @@ def awq() -> None:
     save("autoawq-gemm", stored, decoded, config)
 
 
+def auto_round(bits: int, packing: str) -> None:
+    from auto_round.export.export_to_autoround.export import dynamic_import_quant_linear_for_packing
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+
+    linear, scales, zeros = grid(bits, symmetric=False)
+    kind = dynamic_import_quant_linear_for_packing(packing, bits, GROUP, False)
+    if packing == "auto_round:auto_awq":
+        module = kind.from_linear(linear, bits, GROUP, scales=scales.t().contiguous(), zeros=zeros.t().contiguous())
+        decoded = dequantize_gemm(module.qweight, module.qzeros, module.scales.float(), bits, GROUP)
+        half = module.scales
+    else:
+        module = kind(bits, GROUP, IN, OUT, bias=False)
+        module.device = "cpu"
+        module.pack(linear, scales, zeros, None, device="cpu")
+        half, module.scales = module.scales, module.scales.float()
+        decoded = module(torch.eye(IN))
+    stored = {"qweight": module.qweight, "qzeros": module.qzeros, "scales": half}
+    config = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": GROUP, "sym": False}
+    save(f"autoround-{bits}-{packing.rpartition(':')[2]}", stored, decoded, config)
+
+
 def save(name: str, stored: dict[str, torch.Tensor], decoded: torch.Tensor, config: dict[str, object]) -> None:
     tensors = {kind: tensor.detach().cpu().contiguous() for kind, tensor in (stored | {"decoded": decoded}).items()}
     FOLDER.mkdir(exist_ok=True)
@@ -90,3 +111,7 @@ if __name__ == "__main__":
     gptq(4, "gptq_v2", desc_act=True)
     gptq(8, "gptq", desc_act=False)
     gptq(8, "gptq_v2", desc_act=True)
+    for packing in ("auto_round", "auto_round:auto_gptq"):
+        auto_round(4, packing)
+        auto_round(8, packing)
+    auto_round(4, "auto_round:auto_awq")

@@ -1,4 +1,5 @@
-"""GPTQ's and AWQ's integers, read as values: codes of a weight's transpose, decoded as its rows are read.
+"""GPTQ's and AWQ's integers, read as values: codes of a weight's transpose, decoded as its rows are read. AutoRound
+packs as these do (`auto_round.py`).
 
 A module has `qweight`, `qzeros`, `scales` and, of GPTQ's, `g_idx`; its weight `[out, in]` is `(code - zero) * scale` in
 FP32, rounded once to BF16. int32 words hold the first code in their lowest bits. Sources: GPTQModel 7.7
@@ -7,17 +8,16 @@ FP32, rounded once to BF16. int32 words hold the first code in their lowest bits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Box, Chunk, Chunked, read_box, read_tensor, whole
+from precisionctl.checkpoints.base import Box, read_box, read_tensor
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
-from precisionctl.quant_methods.coded_weights import AS_VALUES
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ time."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ each of eight outputs is."""
-
-_FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
 
 
 @dataclass(frozen=True)
@@ -67,55 +65,52 @@ class _Slab:
     order: Tensor | None
 
 
-def transposed_codes(config: Mapping[str, Any], stored: Chunked, where: object) -> TransposedCodes | None:
-    """The transposed codes among the `stored` tensors of a directory with this config.json; None if it names another
-    method."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    return TransposedCodes(stored, quantization, where) if quantization and method in AS_VALUES else None
+@dataclass(frozen=True)
+class WordLayout:
+    """How words hold codes: as AWQ has them, else as GPTQ, which may store zero points `one_less` than they are. A
+    weight has one of the `group_sizes` (-1: a group is a whole row), and one of these `bits`, or any if there are
+    none."""
+
+    awq: bool
+    one_less: bool
+    group_sizes: Collection[int]
+    bits: Collection[object]
 
 
-class TransposedCodes:
-    """The weights of a GPTQ or AWQ directory, by name, as BF16 values. The stored codes are those of the transposed
-    weight; rows are computed when they are read.
+class TransposedCodes(DecodedWeights):
+    """The weights of a GPTQ or AWQ directory. The stored codes are those of the transposed weight."""
 
-    Raises PrecisionError for a config or a width of codes that is not read, DamagedCheckpoint for tensors that
-    contradict one another.
-    """
+    def _layout(self, quantization: Mapping[str, Any]) -> WordLayout:
+        """What the config says. Raises PrecisionError for what is not read."""
+        awq, one_less = self.method == "awq", False
+        if awq:
+            _check_awq(quantization, self._where)
+        else:
+            one_less = _format_of(quantization, self._where) == "gptq"
+        check_alike(quantization, self._where)
+        bits = quantization.get("bits")
+        return WordLayout(awq, one_less, [self._group_size(quantization)], [] if bits is None else [bits])
 
-    def __init__(self, stored: Chunked, quantization: Mapping[str, Any], where: object) -> None:
-        self._stored, self._where = stored, where
-        self._method = quantization["quant_method"]
-        self._awq = self._method == "awq"
-        self._one_less = not self._awq and _format_of(quantization, where) == "gptq"
-        if self._awq:
-            _check_awq(quantization, where)
-        _check_alike(quantization, where)
-        group_size = quantization.get("group_size")
-        if type(group_size) is not int or group_size < -1 or group_size == 0:
-            raise PrecisionError(f"{shown(group_size)} as the size of a group", where=where, do=_FROM_THE_RELEASE)
-        found = [name.removesuffix(".qweight") for name in stored.specs if name.endswith(".qweight")]
-        self._ordered = bool(quantization.get("desc_act")) or any(name.endswith(".g_idx") for name in stored.specs)
-        self._modules = {f"{name}.weight": self._module(name, group_size, quantization.get("bits")) for name in found}
-        self.specs = {
-            name: TensorSpec((module.out, module.inputs), DType.bfloat16) for name, module in self._modules.items()
-        }
+    def _group_size(self, settings: Mapping[str, Any]) -> int:
+        size = settings.get("group_size")
+        if type(size) is not int or size < -1 or size == 0:
+            what = f"{shown(size)} as the size of a group"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        return size
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._words = self._layout(quantization)
+        found = [name.removesuffix(".qweight") for name in self._stored.specs if name.endswith(".qweight")]
+        ordered = any(name.endswith(".g_idx") for name in self._stored.specs)
+        self._ordered = bool(quantization.get("desc_act")) or ordered
+        self._modules = {f"{name}.weight": self._module(name) for name in found}
+        self.shapes = {name: (module.out, module.inputs) for name, module in self._modules.items()}
+        self.kinds = {f"{module.bits}-bit integers" for module in self._modules.values()}
         kinds = ("qweight", "qzeros", "scales", "g_idx")
         self.read = {module.tensor(kind) for module in self._modules.values() for kind in kinds}
-        """The names of what is read of them."""
         self._last: _Slab | None = None
 
-    @property
-    def words(self) -> str:
-        """What is stored, and what it is read as, in words."""
-        bits = sorted({module.bits for module in self._modules.values()})
-        return f"{' and '.join(f'{each}-bit' for each in bits)} integers of {self._method}, read as bfloat16"
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return [Chunk(whole(self.specs[name]), _Rows(self, name))]
-
     def rows(self, name: str, row: int, rows: int) -> Tensor:
-        """Rows `[row, row + rows)` of a weight, BF16."""
         module, made = self._modules[name], []
         step = max(1, _ROOM * 8 // (module.inputs * module.bits)) // 32 * 32 or 32  # whole words of zero points
         for first in range(row // step * step, row + rows, step):
@@ -130,8 +125,8 @@ class TransposedCodes:
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
         furthest = scales * torch.maximum(zeros, (1 << module.bits) - 1 - zeros)
-        if not bool((furthest.bfloat16().isfinite() & (scales >= 0)).all()):
-            what = f"{module.tensor('scales')} holds a scale that is negative, infinite or NaN, or whose codes are"
+        if not bool(furthest.bfloat16().isfinite().all()):  # AutoRound's symmetric ones may be negative
+            what = f"{module.tensor('scales')} holds a scale that is infinite or NaN, or whose codes are"
             raise DamagedCheckpoint(what, where=self._where)
         known = self._last if self._last and self._last.weight == name else None
         order = known.order if known else self._order(module)
@@ -146,7 +141,7 @@ class TransposedCodes:
 
     def _codes(self, module: _Module, columns: slice) -> Tensor:
         """Bytes of codes of outputs, each in the order of inputs."""
-        if not self._awq:
+        if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
             return words.t().contiguous().view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
@@ -155,16 +150,16 @@ class TransposedCodes:
     def _zeros(self, module: _Module, columns: slice) -> Tensor:
         """Zero points `[groups, n]`, of the codes' range."""
         words = self._columns(module, "qzeros", columns, module.in_word)
-        if self._awq:
+        if self._words.awq:
             return _in_awq_order(words)
         stored = words.view(torch.uint8) if module.bits == 8 else nibbles.unpack(words.view(torch.uint8))
         zeros = stored[:, : columns.stop - columns.start].int()
-        if self._one_less and bool((zeros == (1 << module.bits) - 1).any()):
+        if self._words.one_less and bool((zeros == (1 << module.bits) - 1).any()):
             what = f"{module.tensor('qzeros')} holds {(1 << module.bits) - 1}, for which readers take 0 or one more"
             raise PrecisionError(
                 what, where=self._where, do="Save it as gptq_v2, which stores zero points as they are."
             )
-        return zeros + 1 if self._one_less else zeros
+        return zeros + 1 if self._words.one_less else zeros
 
     def _columns(self, module: _Module, kind: str, columns: slice, in_word: int) -> Tensor:
         """Columns of a stored matrix, of which each word has so many."""
@@ -172,7 +167,7 @@ class TransposedCodes:
         first, stop = columns.start // in_word, -(-columns.stop // in_word)
         return read_box(self._stored, name, Box(0, self._stored.specs[name].rows, first, stop - first))
 
-    def _module(self, name: str, group_size: int, bits_said: object) -> _Module:
+    def _module(self, name: str) -> _Module:
         specs = self._stored.specs
         there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
         for kind, spec in there.items():
@@ -194,39 +189,27 @@ class TransposedCodes:
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
         bits = next((bits for bits in (4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
-        if self._ordered and not self._awq and order is None:
+        if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
             raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
-        if self._awq:
+        if self._words.awq:
             inputs, fits = rows, bits == 4 and columns * 8 == out
         else:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
-        group = inputs if group_size == -1 else group_size
-        fits = fits and group <= inputs
-        if order:
-            fits = fits and (order.dtype, order.shape) == (DType.int32, (inputs,))
-        else:
-            fits = fits and groups == -(-inputs // group)
+        sizes = {inputs if size == -1 else size for size in self._words.group_sizes}
+        sizes = {size for size in sizes if size <= inputs and groups == -(-inputs // size)}
+        fits = fits and len(sizes) == 1 and (not order or (order.dtype, order.shape) == (DType.int32, (inputs,)))
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
-            what = f"{name} has {shapes} and groups of {shown(group_size)}, which are no codes of 4 or 8 bits"
-            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
-        if bits_said not in (None, bits):
-            what = f"{name} has codes of {bits} bits, and config.json says `bits` {shown(bits_said)}"
-            raise DamagedCheckpoint(what, where=self._where, do=_FROM_THE_RELEASE)
-        return _Module(name, out, inputs, groups, bits, group, f"{name}.g_idx" if order else None)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one weight."""
-
-    weights: TransposedCodes
-    name: str
-
-    def rows(self, row: int, rows: int) -> Tensor:
-        return self.weights.rows(self.name, row, rows)
+            groups_of = " or ".join(map(shown, self._words.group_sizes))
+            what = f"{name} has {shapes} and groups of {groups_of}, which are no codes of 4 or 8 bits"
+            raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
+        if self._words.bits and bits not in self._words.bits:
+            said = " or ".join(map(shown, self._words.bits))
+            what = f"{name} has codes of {bits} bits, and config.json says `bits` {said}"
+            raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
+        return _Module(name, out, inputs, groups, bits, sizes.pop(), f"{name}.g_idx" if order else None)
 
 
 def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
@@ -252,7 +235,7 @@ def _format_of(quantization: Mapping[str, Any], where: object) -> str:
     found: str = _value_of(quantization, "checkpoint_format", "gptq")
     if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
-        raise PrecisionError(f"{what}, which is not read", where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(f"{what}, which is not read", where=where, do=FROM_THE_RELEASE)
     return found
 
 
@@ -260,11 +243,11 @@ def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
     """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
     if quantization.get("zero_point") not in (None, True):
         what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
     found = _value_of(quantization, "version", "gemm")
     if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
         what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
 
 
 def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
@@ -273,15 +256,15 @@ def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
 
 
-def _check_alike(quantization: Mapping[str, Any], where: object) -> None:
+def check_alike(quantization: Mapping[str, Any], where: object) -> None:
     """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
     `dynamic`, a rule that begins with `-:` only names modules without codes."""
     own = quantization.get("dynamic") or {}
     if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
-        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=FROM_THE_RELEASE)
     if quantization.get("pack_dtype") not in (None, "int32"):
         what = f"codes in words of `pack_dtype` {shown(quantization['pack_dtype'])}, which are not read"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
     if quantization.get("desc_act") not in (None, True, False):
         what = f"`desc_act` {shown(quantization['desc_act'])}, which is neither true nor false"
-        raise PrecisionError(what, where=where, do=_FROM_THE_RELEASE)
+        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)

@@ -1,0 +1,60 @@
+"""AutoRound's integers, which are packed as GPTQ's or AWQ's: what its config says of them.
+
+Modules may have bits and groups of their own (`extra_config`), by their names or by patterns of names. A stranger's
+patterns are not matched: the shapes of a module's tensors say which of these settings it has. Source: AutoRound 0.16.1
+(inference/convert_model.py, convert_hf_model, get_layer_config; inference/backend.py, GPTQ_FORMAT); the defaults are
+those of transformers' AutoRoundConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE
+from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes, WordLayout, check_alike
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+
+_LIKE_GPTQ, _LIKE_AWQ = ("auto_round:auto_gptq", "auto_round:gptq"), ("auto_round:auto_awq", "auto_round:awq")
+_ITS_OWN = ("auto_round", "auto_round:gptqmodel")
+"""Its `packing_format`s: GPTQ's with zero points that are stored one less, AWQ's, and GPTQ's with those that they
+are."""
+
+_NOT_READ = ("rotation_config", "spinquant_config", "super_bits", "super_group_size")
+"""Settings by which values would be others: weights that have been rotated, and scales that are codes too."""
+
+
+class AutoRoundCodes(TransposedCodes):
+    """The weights of an AutoRound directory."""
+
+    def _layout(self, quantization: Mapping[str, Any]) -> WordLayout:
+        packing = quantization.get("packing_format", _LIKE_GPTQ[1])
+        if not isinstance(packing, str) or packing not in (*_LIKE_GPTQ, *_LIKE_AWQ, *_ITS_OWN):
+            what = f"codes of AutoRound in the `packing_format` {shown(packing)}, which are not read"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        check_alike(quantization, self._where)
+        groups, bits = list[int](), list[object]()
+        for said in self._settings(quantization):
+            if strange := next((name for name in _NOT_READ if said.get(name)), None):
+                self._refuse(strange, said[strange])
+            if said.get("data_type", "int") != "int":
+                self._refuse("data_type", said["data_type"])
+            if said.get("act_bits", 16) not in (16, 32):
+                self._refuse("act_bits", said["act_bits"])
+            if "group_size" in said:
+                groups.append(self._group_size(said))
+            if "bits" in said:
+                bits.append(said["bits"])
+        return WordLayout(packing in _LIKE_AWQ, packing in _LIKE_GPTQ, groups, bits)
+
+    def _settings(self, quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The settings of all modules, and those of modules' own."""
+        own = quantization.get("extra_config") or {}
+        if not isinstance(own, Mapping) or not all(isinstance(said, Mapping) for said in own.values()):
+            raise DamagedCheckpoint("`extra_config` is not an object of objects", where=self._where)
+        for said in ({"group_size": 128, "bits": 4} | dict(quantization), *own.values()):
+            yield {key: value for key, value in said.items() if value is not None}
+
+    def _refuse(self, key: str, value: object) -> None:
+        what = f"codes of AutoRound with `{key}` {shown(value)}, which are not read"
+        raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)

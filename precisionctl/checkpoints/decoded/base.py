@@ -1,0 +1,69 @@
+"""DecodedWeights: the weights of a directory whose codes are read as BF16 values, decoded as their rows are read.
+
+There is no way back to such codes. A new kind is a subclass in this folder, and a line of `methods.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.dtypes import DType
+from precisionctl.param import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
+"""What to do about codes that are not read."""
+
+
+class DecodedWeights(ABC):
+    """The coded weights among the `stored` tensors of a directory with this `quantization_config`.
+
+    A subclass finds them when it is made, without reading values of theirs, and says of which shape they are
+    (`shapes`), which stored tensors they are read from (`read`), and in words what is stored (`kinds`). Raises
+    PrecisionError for a config or a kind of codes that is not read, DamagedCheckpoint for tensors that contradict one
+    another.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Set[str]
+    kinds: Set[str]
+
+    def __init__(self, stored: StoredTensors, quantization: Mapping[str, Any], where: object) -> None:
+        self._stored, self._where = stored, where
+        self.method: str = quantization["quant_method"]
+        self._find(quantization)
+        self.specs = {name: TensorSpec(shape, DType.bfloat16) for name, shape in self.shapes.items()}
+
+    @abstractmethod
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        """Set `shapes`, `read` and `kinds`."""
+
+    @abstractmethod
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` of a weight, BF16. Raises DamagedCheckpoint for scales that make no numbers."""
+
+    @property
+    def words(self) -> str:
+        """What is stored, and what it is read as, in words."""
+        return f"{' and '.join(sorted(self.kinds))} of {self.method}, read as bfloat16"
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), _Rows(self, name))]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one weight."""
+
+    weights: DecodedWeights
+    name: str
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        return self.weights.rows(self.name, row, rows)

@@ -1,0 +1,251 @@
+"""bitsandbytes' codes, read as values: NF4 and FP4 in blocks of the flattened weight, and the rows of LLM.int8.
+
+Four bits: `weight` has two codes in a byte, the first in its high half; a value is a number of the table times the
+`absmax` of its block, in FP32, rounded to the dtype that `weight.quant_state.bitsandbytes__nf4` names, and then to
+BF16. Doubly quantised, `absmax` is codes too: `nested_quant_map[absmax] * nested_absmax + nested_offset`. Eight bits:
+`weight` I8 times `SCB` of its row times 1/127. Source: bitsandbytes 0.50.2 (functional.py, QuantState, dequantize_4bit;
+backends/default/ops.py; _ops.py, int8_vectorwise_dequant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.base import in_pieces, read_bytes, read_rows, read_tensor
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_pickle import sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PIECE = 1 << 20
+"""Values that are decoded at once, for which several times as much memory is needed."""
+
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = tuple(sign * twelfths / 12 or 0.0 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+_TABLES: Mapping[str, tuple[float, ...]] = {"nf4": _NF4, "fp4": _FP4}
+"""The numbers of all codes (functional.py, get_4bit_type). bitsandbytes goes by the name of the table, and not by the
+numbers that it stores as `quant_map`. FP4 has two zeros there, and so here, of the same sign."""
+_AS_GOOD_AS = 1e-6
+"""How far a stored number may be off (QuantState.__eq__)."""
+
+_STATE = ".quant_state.bitsandbytes__"
+_LONGEST_STATE = 4096
+"""Bytes of a `quant_state`, which has up to 200."""
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_SAID = {"quant_type": (), "shape": (), "blocksize": _BLOCK_SIZES, "dtype": tuple(map(str, FLOATS))}
+_SAID_NESTED = {"nested_blocksize": _BLOCK_SIZES, "nested_dtype": ("float32",), "nested_offset": ()}
+"""The keys of a `quant_state`, those for double quantisation apart, and the values that bitsandbytes knows of some."""
+_PER_INT8 = 7.874015718698502e-3
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a `quant_state` says of a weight. Blocks are of so many values, and `nested_block` is the number of
+    absmaxes of a block of theirs, 0 if they are FP32 numbers themselves."""
+
+    table: str
+    shape: tuple[int, ...]
+    block: int
+    dtype: DType
+    nested_block: int
+    offset: float
+
+    @property
+    def codes(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.codes // self.block)
+
+    @property
+    def parts(self) -> dict[str, tuple[int, DType]]:
+        """How many elements the tensors beside the codes have, and of which dtype."""
+        table = {"quant_map": (len(_TABLES[self.table]), DType.float32)}
+        if not self.nested_block:
+            return {"absmax": (self.blocks, DType.float32)} | table
+        return table | {
+            "absmax": (self.blocks, DType.uint8),
+            "nested_absmax": (-(-self.blocks // self.nested_block), DType.float32),
+            "nested_quant_map": (256, DType.float32),
+        }
+
+
+class BitsAndBytesCodes(DecodedWeights):
+    """The weights of a directory that transformers saved with bitsandbytes, of four bits or of eight."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        specs = self._stored.specs
+        self._states: dict[str, _State] = {}
+        self._numbers: tuple[str, Tensor, Tensor | None] | None = None
+        self.read = set[str]()
+        for name in specs:
+            weight, found, table = name.rpartition(_STATE)
+            if not found:
+                continue
+            if weight in self._states:
+                raise DamagedCheckpoint(f"{weight} has two quant_states", where=self._where)
+            self._states[weight] = state = self._state(name, table)
+            self._check_four_bits(weight, state)
+            self.read |= {name, *(f"{weight}.{part}" for part in state.parts)}
+        scales = [name for name in specs if name.endswith(".SCB")]
+        self._rows_of_int8 = {f"{name.removesuffix('SCB')}weight": name for name in scales}
+        for weight, name in self._rows_of_int8.items():
+            self._check_int8(weight, name)
+            self.read |= {name, f"{weight}_format"}
+        strays = (name for name in specs if name.rpartition(".")[2] in _PARTS and name not in self.read)
+        if stray := next(strays, None):
+            what = f"{stray} is there, and no quant_state says what of"
+            raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
+        for name, spec in specs.items():
+            if name.endswith(".weight") and spec.dtype == DType.int8 and name not in self._rows_of_int8:
+                raise DamagedCheckpoint(
+                    f"no {name.removesuffix('weight')}SCB for its codes", where=self._where, do="Is every shard there?"
+                )
+        self.shapes = {name: state.shape for name, state in self._states.items()}
+        self.shapes |= {name: specs[name].shape for name in self._rows_of_int8}
+        self.kinds = {f"{state.table.upper()} codes" for state in self._states.values()}
+        self.kinds |= {"INT8 codes"} if self._rows_of_int8 else set()
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        made = []
+        for first, count in in_pieces(row, rows, self.specs[name].columns, _PIECE):
+            if scales := self._rows_of_int8.get(name):
+                values = read_rows(self._stored, name, first, count).float()
+                values *= read_rows(self._stored, scales, first, count)
+                values *= _PER_INT8
+            else:
+                values = self._four_bits(name, first, count)
+            made.append(values.bfloat16())
+            if not bool(made[-1].isfinite().all()):
+                what = f"`{name}` has values that are infinite or NaN, by its {scales or 'absmax'}"
+                raise DamagedCheckpoint(what, where=self._where)
+        return torch.cat(made)
+
+    def _four_bits(self, name: str, row: int, rows: int) -> Tensor:
+        """Rows in the dtype of the weight's quant_state."""
+        state, columns = self._states[name], self.specs[name].columns
+        begin, end = row * columns, (row + rows) * columns
+        first, stop = begin // state.block, -(-end // state.block)  # blocks, which begin with a byte
+        absmax, pairs = self._absmax(name, state, first, stop)
+        last = -(-min(stop * state.block, state.codes) // 2)
+        codes = self._bytes(name, first * state.block // 2, last)
+        blocks = torch.zeros(stop - first, state.block)
+        blocks.view(-1)[: 2 * len(codes)] = pairs.index_select(0, codes.int()).view(-1)
+        values = blocks.mul_(absmax.unsqueeze(1)).view(-1)[begin - first * state.block : end - first * state.block]
+        return values.view(rows, columns).to(state.dtype.torch)
+
+    def _bytes(self, name: str, begin: int, end: int) -> Tensor:
+        """Bytes of codes, of elements of any dtype (`bnb_4bit_quant_storage`)."""
+        size = self._stored.specs[name].dtype.itemsize
+        first = begin // size
+        held = read_bytes(self._stored, name, first, -(-end // size) - first).reshape(-1)
+        return torch.from_numpy(held[begin - first * size : end - first * size])
+
+    def _absmax(self, name: str, state: _State, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The absmaxes of blocks, FP32, and the two numbers of each byte of codes, `[256, 2]`."""
+        if self._numbers is None or self._numbers[0] != name:
+            self._numbers = name, self._pairs(name, state), self._nested_table(name, state)
+        _, pairs, table = self._numbers
+        absmax = read_rows(self._stored, f"{name}.absmax", first, stop - first).view(-1)
+        if table is not None:
+            begin = first // state.nested_block
+            outer = read_rows(
+                self._stored, f"{name}.nested_absmax", begin, (stop - 1) // state.nested_block + 1 - begin
+            )
+            above = outer.view(-1)[torch.arange(first, stop) // state.nested_block - begin]
+            absmax = table[absmax.int()] * above + torch.tensor(state.offset)
+        return absmax, pairs
+
+    def _pairs(self, name: str, state: _State) -> Tensor:
+        table = torch.tensor(_TABLES[state.table])
+        stored = read_tensor(self._stored, f"{name}.quant_map")
+        if not torch.allclose(stored, table, rtol=0, atol=_AS_GOOD_AS):
+            what = f"{name}.quant_map is not {state.table.upper()}'s, by which bitsandbytes decodes it all the same"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
+
+    def _nested_table(self, name: str, state: _State) -> Tensor | None:
+        return read_tensor(self._stored, f"{name}.nested_quant_map") if state.nested_block else None
+
+    def _state(self, name: str, table: str) -> _State:
+        """What a `quant_state` says, checked."""
+        spec = self._stored.specs[name]
+        if spec.dtype != DType.uint8 or len(spec.shape) != 1 or spec.rows > _LONGEST_STATE:
+            what = (
+                f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not JSON in up to {_LONGEST_STATE} bytes"
+            )
+            raise DamagedCheckpoint(what, where=self._where)
+        with damage(f"{name} makes no sense", self._where):
+            said = parse_json(self._text(name), name)
+            nested = "nested_blocksize" in said
+            if said.keys() != {*_SAID, *(_SAID_NESTED if nested else ())}:
+                raise ValueError(f"keys {shown(sorted(said))}")
+            for key, known in (_SAID | _SAID_NESTED | {"quant_type": (table,)}).items():
+                if key in said and known and not (type(said[key]) in (str, int) and said[key] in known):
+                    raise ValueError(f"{key} {shown(said[key])}")
+            shape, block, offset = sizes(said["shape"]), said.get("nested_blocksize", 0), said.get("nested_offset", 0)
+            if len(shape) != 2 or 0 in shape:
+                raise ValueError(f"a weight of shape {shown(shape)}")
+            if type(offset) not in (float, int) or not isfinite(offset):
+                raise ValueError(f"nested_offset {shown(offset)}")
+            if table not in _TABLES:
+                raise ValueError(f"a table {shown(table)}")
+            return _State(table, shape, said["blocksize"], DType(said["dtype"]), block, float(offset))
+
+    def _text(self, name: str) -> bytes:
+        """The bytes of a tensor of text."""
+        return read_bytes(self._stored, name, 0, self._stored.specs[name].rows).tobytes()
+
+    def _check_four_bits(self, weight: str, state: _State) -> None:
+        """Raise DamagedCheckpoint for tensors that do not fit their quant_state."""
+        codes = self._present(weight)
+        if len(codes.shape) != 2 or codes.columns != 1 or codes.nbytes != -(-state.codes // 2):
+            what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, for codes of {shown(state.shape)}"
+            raise DamagedCheckpoint(what, where=self._where)
+        for part, (count, dtype) in state.parts.items():
+            self._check(f"{weight}.{part}", (count,), dtype)
+        if not state.nested_block and f"{weight}.nested_absmax" in self._stored.specs:
+            what = f"{weight}.nested_absmax is beside absmaxes that are no codes"
+            raise DamagedCheckpoint(what, where=self._where)
+
+    def _check_int8(self, weight: str, scales: str) -> None:
+        codes = self._present(weight)
+        if len(codes.shape) != 2 or not codes.rows * codes.columns or codes.dtype != DType.int8:
+            what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, beside {scales}"
+            raise DamagedCheckpoint(what, where=self._where)
+        self._check(scales, (codes.rows,), DType.float32)
+        order = f"{weight}_format"
+        if order not in self._stored.specs:
+            return
+        self._check(order, (), DType.uint8)
+        if self._text(order) != b"\0":
+            what = f"{order} says that codes are in another order than rows"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+        spec = self._present(name)
+        if (spec.shape, spec.dtype) != (shape, dtype):
+            what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {dtype} of {shown(shape)}"
+            raise DamagedCheckpoint(what, where=self._where)
+
+    def _present(self, name: str) -> TensorSpec:
+        if name not in self._stored.specs:
+            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
+        return self._stored.specs[name]

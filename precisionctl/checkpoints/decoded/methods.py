@@ -1,0 +1,29 @@
+"""Which file of this folder reads the codes of a `quant_method`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
+from precisionctl.checkpoints.decoded.base import DecodedWeights
+from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
+from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
+from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
+from precisionctl.checkpoints.encodings_file import StoredTensors
+
+METHODS: Mapping[str, type[DecodedWeights]] = {
+    "gptq": TransposedCodes,
+    "awq": TransposedCodes,
+    "auto-round": AutoRoundCodes,
+    "bitsandbytes": BitsAndBytesCodes,
+    "torchao": TorchaoCodes,
+}
+"""The reader of each of `quant_methods.coded_weights.AS_VALUES`."""
+
+
+def decoded_weights(config: Mapping[str, Any], stored: StoredTensors, where: object) -> DecodedWeights | None:
+    """The weights that are read as values among the `stored` tensors of a directory with this config.json; None if it
+    names another method, or none. Raises as DecodedWeights."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    found = METHODS.get(method) if isinstance(method, str) else None
+    return found(stored, quantization, where) if found and quantization else None

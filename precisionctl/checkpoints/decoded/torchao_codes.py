@@ -1,0 +1,213 @@
+"""torchao's tensors, read as values: what its flattened subclasses in safetensors stand for.
+
+A weight `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and, of integers, `X._weight_zero_point`; the
+metadata of the file says in JSON which class it was, how many rows and columns share a scale, and its dtype. A value
+is `(code - zero point) * scale` in FP32, rounded to that dtype and then to BF16. Of an Int4Tensor, whose scales stand
+in columns, it is `code * scale + zero point`, rounded once. Source: torchao 0.18.0
+(prototype/safetensors/safetensors_support.py; quantization/quant_primitives.py, _dequantize_affine_float8,
+_dequantize_affine_no_dtype_check; quantization/quantize_/workflows/, Float8Tensor, Int8Tensor,
+IntxUnpackedToInt8Tensor, Int4Tensor), MSLK 1.1.0 (quantize/shuffle.py, int4_row_quantize_zp, pack_int4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.base import Box, in_pieces, read_box, read_rows
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.checkpoints.fused_experts import stored_name
+from precisionctl.checkpoints.safetensors_file import read_described
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
+from precisionctl.fp8 import nibbles
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_pickle import sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PIECE = 1 << 20
+"""Values that are decoded at once, for which several times as much memory is needed."""
+
+
+@dataclass(frozen=True)
+class _Class:
+    """One of torchao's: the dtypes of its codes, the tensors that it has or may have, and what it is in words.
+    `packed`: a byte has two codes of four bits, the first in its low half."""
+
+    codes: tuple[DType, ...]
+    tensors: tuple[frozenset[str], ...]
+    words: str
+    packed: bool = False
+
+
+_SCALES, _ZEROS = frozenset({"qdata", "scale"}), frozenset({"qdata", "scale", "zero_point"})
+_CLASSES: Mapping[str, _Class] = {
+    "Float8Tensor": _Class((DType.float8_e4m3fn, DType.float8_e5m2), (_SCALES,), "FP8 codes"),
+    "Int8Tensor": _Class((DType.int8,), (_SCALES, _ZEROS), "INT8 codes"),
+    "IntxUnpackedToInt8Tensor": _Class((DType.int8,), (_ZEROS,), "integers in INT8"),
+    "Int4Tensor": _Class((DType.int8,), (_ZEROS,), "INT4 codes", packed=True),
+}
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the metadata say of a weight: its class, the tensors that it has, how many values of each dimension share a
+    scale (none: all of them), and the dtype of its values; of packed codes that is the dtype of their scales, and their
+    `shape` is said."""
+
+    of: _Class
+    tensors: frozenset[str]
+    block: tuple[int, ...]
+    dtype: DType | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A weight's shape, its stored tensors, how many rows and columns share a scale, and the dtype of its values."""
+
+    of: _Class
+    shape: tuple[int, int]
+    codes: str
+    scale: str
+    zeros: str | None
+    block: tuple[int, int]
+    dtype: DType
+
+
+class TorchaoCodes(DecodedWeights):
+    """The weights of a directory that transformers saved with torchao."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._weights: dict[str, _Coded] = {}
+        for name, said in self._described().items():
+            self._weights |= self._coded(name, said)
+        found = self._weights.values()
+        self.read = {each for coded in found for each in (coded.codes, coded.scale, coded.zeros) if each}
+        codes = (name for name in self._stored.specs if stored_name(name)[0].endswith("_qdata"))
+        if stray := next((name for name in codes if name not in self.read), None):
+            what = f"{stray} is there, and no metadata of its file says what it is"
+            raise DamagedCheckpoint(what, where=self._where, do="Copy the files again, or let torchao decode them.")
+        self.shapes = {name: coded.shape for name, coded in self._weights.items()}
+        self.kinds = {coded.of.words for coded in found}
+
+    def rows(self, name: str, row: int, rows: int) -> Tensor:
+        coded, columns = self._weights[name], self.specs[name].columns
+        made = []
+        for first, count in in_pieces(row, rows, columns, _PIECE):
+            values = (self._of_bytes if coded.of.packed else self._of_elements)(coded, first, count)
+            made.append(values.view(count, columns).to(coded.dtype.torch).bfloat16())
+            if not bool(made[-1].isfinite().all()):
+                what = f"`{name}` has values that are infinite or NaN, by {coded.codes} and {coded.scale}"
+                raise DamagedCheckpoint(what, where=self._where)
+        return torch.cat(made)
+
+    def _of_elements(self, coded: _Coded, row: int, rows: int) -> Tensor:
+        """Values of rows in FP32, `[rows, blocks, columns of a block]`."""
+        shared = coded.block[0]
+        first, stop = row // shared, (row + rows - 1) // shared + 1
+        of_row = torch.arange(row, row + rows) // shared - first
+
+        def every(name: str) -> Tensor:
+            return read_rows(self._stored, name, first, stop - first).float()[of_row].unsqueeze(-1)
+
+        values = read_rows(self._stored, coded.codes, row, rows).float().view(rows, -1, coded.block[1])
+        if coded.zeros:
+            values -= every(coded.zeros)
+        return values.mul_(every(coded.scale))
+
+    def _of_bytes(self, coded: _Coded, row: int, rows: int) -> Tensor:
+        """The same, of codes of four bits, -8 to 7."""
+
+        def every(name: str) -> Tensor:
+            here = Box(0, self._stored.specs[name].rows, row, rows)
+            return read_box(self._stored, name, here).float().t().unsqueeze(-1)
+
+        codes = nibbles.unpack(read_rows(self._stored, coded.codes, row, rows).view(torch.uint8))
+        values = (codes ^ 8).float().sub_(8).view(rows, -1, coded.block[1])
+        assert coded.zeros, "as the class has"
+        return values.mul_(every(coded.scale)).add_(every(coded.zeros))
+
+    def _described(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the files' metadata say of each weight that is a subclass's."""
+        found: dict[str, str] = {}
+        for file in sorted({place for place, _ in self._stored.places.values()}):
+            for name, said in read_described(file)[1].items():
+                if found.setdefault(name, said) != said:
+                    raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
+        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items() if said[:1] == "{"}
+        return {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
+
+    def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _Coded]:
+        """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
+        it, that are not read."""
+        kind = said["_type"]
+        if not isinstance(kind, str) or kind not in _CLASSES:
+            what = f"{shown(name)} is torchao's {shown(kind)}, which is not read"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        with damage(f"what is said of {shown(name)} makes no sense", self._where):
+            tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _CLASSES[kind]
+            dtype = None if of.packed else DType(data["dtype"]["_data"])
+            shape = sizes(data["shape"]) if of.packed else ()
+            described = _Said(of, tensors, sizes(data["block_size"] or []), dtype, shape)
+            if dtype not in (None, *FLOATS) or not all(described.block):
+                raise ValueError(f"dtype {dtype}, block_size {shown(described.block)}")
+        if tensors not in of.tensors:
+            what = f"{shown(name)} is torchao's {kind} with {', '.join(sorted(map(shown, tensors)))}, which is not read"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        module, _, parameter = name.rpartition(".")
+        prefix = f"{module}._{parameter}_"
+        return {
+            f"{name}{index}": self._checked(f"{name}{index}", prefix, index, described)
+            for index in self._slices(f"{prefix}qdata")
+        }
+
+    def _slices(self, name: str) -> Iterator[str]:
+        """`[0]`, `[1]` and so on for a tensor of experts, which is read as its slices; else nothing, once."""
+        if f"{name}[0]" not in self._stored.specs:
+            yield ""
+            return
+        count = 0
+        while f"{name}[{count}]" in self._stored.specs:
+            yield f"[{count}]"
+            count += 1
+
+    def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _Coded:
+        """Raises DamagedCheckpoint for tensors that do not fit one another."""
+        if name in self._stored.specs:
+            raise DamagedCheckpoint(f"{name} is there as values, and as codes: {prefix}qdata{index}", where=self._where)
+        specs = {kind: self._present(f"{prefix}{kind}{index}") for kind in said.tensors}
+        codes, scale, packed = specs["qdata"], specs["scale"], said.of.packed
+        shape = (codes.rows, codes.columns * (2 if packed else 1))
+        block = said.block or shape
+        if index and said.block:  # of a block of experts, this is one
+            block = block[1:] if block[0] == 1 else ()
+        fits = len(codes.shape) == len(block) == 2 and 0 not in shape and codes.dtype in said.of.codes
+        fits = fits and scale.dtype in FLOATS and said.shape[-2:] in ((), shape)
+        fits = fits and specs.get("zero_point", scale).dtype in (FLOATS if packed else (*FLOATS, *said.of.codes))
+        if fits:
+            grid = (shape[0] // block[0], shape[1] // block[1])
+            fits = shape == (grid[0] * block[0], grid[1] * block[1]) and (block[0] == 1 or not packed)
+            shapes = (grid[::-1] if packed else grid, *(((), (1,)) if grid == (1, 1) else ()))
+            fits = fits and all(specs[kind].shape in shapes for kind in said.tensors - {"qdata"})
+        if not fits:
+            there = ", ".join(f"{kind} {spec.stored_dtype} {list(spec.shape)}" for kind, spec in sorted(specs.items()))
+            what = f"{name} has {there}, which are no {said.of.words} with a scale for each block of {shown(block)}"
+            raise DamagedCheckpoint(what, where=self._where)
+        if not packed and specs.get("zero_point", codes).dtype not in said.of.codes:
+            what = f"{name} has zero points in {specs['zero_point'].stored_dtype}, which are not read"
+            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+        codes_at, scale_at = f"{prefix}qdata{index}", f"{prefix}scale{index}"
+        zeros_at = f"{prefix}zero_point{index}" if "zero_point" in said.tensors else None
+        return _Coded(said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype)
+
+    def _present(self, name: str) -> TensorSpec:
+        if name not in self._stored.specs:
+            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
+        return self._stored.specs[name]
