@@ -43,7 +43,8 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     method = recognise(reader.config)
-    if (packed := in_four_bits(reader)) and not (method and method.spelling and method.spelling.four_bits):
+    known = method is not None and method.spelling is not None and bool(method.spelling.four_bits)
+    if (packed := in_four_bits(reader)) and not known and not engine.takes_mxfp4(reader.config, packed):
         raise UnknownFormat(
             f"there are no rules for {next(iter(packed.values())).name} as this directory stores it",
             where=reader.path,
