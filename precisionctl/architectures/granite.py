@@ -36,7 +36,6 @@ def _write_scales(model: ModelShape) -> Config:
 
 OF_ALL_GRANITES: tuple[Entry, ...] = (
     *SIZES,
-    HEADS,
     ATTENTION_BIAS,
     SILU,
     Key("embedding_multiplier", "embedding_multiplier", 1.0),
@@ -45,6 +44,7 @@ OF_ALL_GRANITES: tuple[Entry, ...] = (
 )
 COMMON: tuple[Entry, ...] = (
     *OF_ALL_GRANITES,
+    HEADS,
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     tied(False),
