@@ -130,6 +130,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
+        "output_bias": model.output_bias and model.tied_embeddings,
         "dsa": model.dsa and not model.query_latent,
         "csa": model.csa and not (model.mhc and model.moe and all(model.moe.layer_freq)),
         "mhc": model.mhc and not model.csa,
