@@ -41,6 +41,7 @@ from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check
 from precisionctl.trainer.passes import backward
+from precisionctl.trainer.saved import saving
 from precisionctl.untabled_model import UntabledModel
 
 SIZES: dict[str, Any] = {
@@ -381,8 +382,13 @@ def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothi
     assert not done.exit_code, done.stderr
 
 
-def test_a_run_goes_with_its_optimizer_to_every_program(tmp_path: Path) -> None:
-    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one."""
+@pytest.mark.parametrize("left_out", [NOT_TRAINED, ()], ids=["now", "once"])
+def test_a_run_goes_with_its_optimizer_to_every_program(
+    left_out: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one. Runs
+    were once saved with copies of them."""
+    monkeypatch.setattr(saving, "NOT_TRAINED", left_out)
     source, text = make_source(tmp_path / "hf", family="deepseek-v4"), make_text(tmp_path / "text.txt", words=200)
     how = {"train__steps": 2, "train__save_every": 1}
     run_of(settings(source, text, tmp_path / "run", **how))
