@@ -110,7 +110,7 @@ class MoE:
         used: dict[str, object] = {f"moe.{name}": value for name, value in vars(self).items()}
         if self.num_groups is None or self.group_topk in (None, self.num_groups):
             used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
-        if self.score_function == "sigmoid" and self.probs_on_input:
+        if self.score_function != "softmax" and self.probs_on_input:
             used["moe.pre_softmax"] = None
         if self.shared_ffn_hidden_size is None:
             used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))

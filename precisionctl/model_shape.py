@@ -202,9 +202,7 @@ class ModelShape:
                 raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
         if not self.norm_weight and not self.zero_centered_gamma:
             what = "norms without weights are zeros in Megatron, and layernorm_zero_centered_gamma is off"
-            raise DamagedCheckpoint(
-                what, do="With it off, weights that stand for none are ones; no table here has them."
-            )
+            raise DamagedCheckpoint(what, do="Train such a model with --apply-layernorm-1p, which switches it on.")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):

@@ -86,13 +86,16 @@ def test_a_command_without_a_reference_is_not_told_to_take_one(tmp_path: Path, c
 def test_an_unknown_family_is_told_what_helps_and_not_all_that_is_known(tmp_path: Path) -> None:
     pico.save(tmp_path, "qwen3")
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen33"}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwenn3"}))
     told = run("convert", tmp_path, tmp_path / "out", "--to", "megatron").stderr
     assert (
         "The nearest that is known is qwen3. Without a table" in told
         and "docs/families.md" in told
         and "starcoder2" not in told
     )
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen4"}))
+    told = run("convert", tmp_path, tmp_path / "out", "--to", "megatron").stderr
+    assert "unsupported architecture `qwen4`" in told and "nearest" not in told  # it is no Qwen 3
 
 
 def test_a_head_is_told_not_to_become_codes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from any_models import export, load_whole, logits, same, stored
 from conversions import run
 from installed import BEFORE_5_23
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
@@ -34,8 +35,8 @@ def config_of(directory: Path) -> dict[str, object]:
     return found
 
 
-def fatal(directory: Path, target: str) -> list[Finding]:
-    return [found for found in check(open_checkpoint(directory), engine_named(target)) if found.rule.fatal]
+def fatal(directory: Path, target: str, ranks: int = 1) -> list[Finding]:
+    return [found for found in check(open_checkpoint(directory), engine_named(target), ranks) if found.rule.fatal]
 
 
 @RATES
@@ -93,5 +94,40 @@ def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: P
                 export(tmp_path / source, tmp_path / "other", scheme, target)
         with pytest.raises(PrecisionError, match="values, and no codes.*wo_a"):
             export(tmp_path / source, tmp_path / "other", "block", target, exclude=("*.wo_a",))
+    if rate == 128:  # without a table what does not fit stays as it is
+        with pytest.raises(PrecisionError, match="on each of 2 GPUs.*`export-inference` has --keep-misfits"):
+            export(tmp_path / "source", tmp_path / "other", "block", target, ranks=2)  # no other scheme is taken
     export(tmp_path / "source", tmp_path / "for transformers", "dynamic", "transformers")
     assert any("deepseek_v4 with dynamic" in found.what for found in fatal(tmp_path / "for transformers", target))
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_what_is_published_keeps_the_rules_of_engines(tmp_path: Path, target: str) -> None:
+    """Experts in MXFP4 as expert_dtype says, whole groups of them on each GPU, and powers of two for `wo_a`."""
+    deepseek_v4.publish(tmp_path)
+    assert not fatal(tmp_path, target)
+    if target != "transformers":
+        cut = fatal(tmp_path, target, ranks=8)
+        assert any("experts.0.w2" in found.where and "not a multiple of 32" in found.what for found in cut)
+    config = config_of(tmp_path)
+    for said in ({}, {"expert_dtype": "fp8"}):
+        told = {key: value for key, value in config.items() if key != "expert_dtype"} | said
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        taken_for_fp8 = target == "transformers" or (target == "vllm" and bool(said))
+        assert [found.what for found in fatal(tmp_path, target)] == ["experts are fp4, and taken for 'fp8'"] * (
+            taken_for_fp8
+        )
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_engines_that_take_scales_for_powers_of_two_get_some(tmp_path: Path, target: str) -> None:
+    deepseek_v4.publish(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "layers.1.attn.wo_a"
+    tensors[f"{name}.scale"] = tensors[f"{name}.scale"].float()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert not fatal(tmp_path, target)
+    tensors[f"{name}.scale"][0, 0] *= 1.25
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = [(each.where, each.what) for each in fatal(tmp_path, target)]
+    assert found == ([] if target == "transformers" else [(f"{name}.weight", "scales that are no powers of two")])

@@ -41,6 +41,7 @@ from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check
 from precisionctl.trainer.passes import backward
+from precisionctl.trainer.saved import saving
 from precisionctl.untabled_model import UntabledModel
 
 SIZES: dict[str, Any] = {
@@ -346,7 +347,7 @@ def test_a_table_of_experts_is_of_integers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [-1, 4])
 def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_path: Path) -> None:
-    """By every command that computes, which would else fail in the middle, or take the last expert."""
+    """What computes with it would fail in the middle, or take the last expert. A conversion carried it in silence."""
     source, text = (
         make_source(tmp_path / "hf", family="deepseek-v4", **pico.fp8_sizes("deepseek-v4")),
         make_text(tmp_path / "text.txt", words=200),
@@ -357,12 +358,15 @@ def test_a_table_with_a_number_that_is_no_expert_s_is_refused(number: int, tmp_p
     save_file(tensors, file, {"format": "pt"})
     how = ("--backend", "emulated", "--set", "data.sequence_length=32")
     for command in (
-        ("eval", source, "--sequence-length", 32),
-        ("resume", source, "--precision", "bf16", "--out", tmp_path / "run", *how),
-        ("calibrate", source, "--out", tmp_path / "state.json", *how),
+        ("convert", source, tmp_path / "megatron", "--to", "megatron"),
+        ("convert", source, tmp_path / "bf16", "--to", "hf", "--precision", "bf16"),
+        ("export-inference", source, tmp_path / "fp8", "--target", "transformers", "--scheme", "dynamic"),
+        ("eval", source, "--sequence-length", 32, "--data", text),
+        ("resume", source, "--precision", "bf16", "--out", tmp_path / "run", "--data", text, *how),
+        ("calibrate", source, "--out", tmp_path / "state.json", "--data", text, *how),
     ):
-        done = command_line.run(*command, "--data", text)
-        assert done.exit_code and "tid2eid" in done.stderr and "for 4 experts" in done.stderr, done.stderr
+        done = command_line.run(*command)
+        assert done.exit_code and "tid2eid" in done.stderr and "not from 0 to 3" in done.stderr, done.stderr
 
 
 def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothing_records(tmp_path: Path) -> None:
@@ -378,8 +382,13 @@ def test_fixed_input_scales_leave_out_the_projection_by_groups_whose_input_nothi
     assert not done.exit_code, done.stderr
 
 
-def test_a_run_goes_with_its_optimizer_to_every_program(tmp_path: Path) -> None:
-    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one."""
+@pytest.mark.parametrize("left_out", [NOT_TRAINED, ()], ids=["now", "once"])
+def test_a_run_goes_with_its_optimizer_to_every_program(
+    left_out: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of biases of routers and tables of experts no optimizer has a state, and no other format a place for one. Runs
+    were once saved with copies of them."""
+    monkeypatch.setattr(saving, "NOT_TRAINED", left_out)
     source, text = make_source(tmp_path / "hf", family="deepseek-v4"), make_text(tmp_path / "text.txt", words=200)
     how = {"train__steps": 2, "train__save_every": 1}
     run_of(settings(source, text, tmp_path / "run", **how))

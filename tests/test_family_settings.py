@@ -62,6 +62,11 @@ def test_what_is_not_computed_is_refused_by_the_name_of_its_setting(family: str,
         from_hf_config(config(family, **{key: value}))
 
 
+def test_lagunas_number_of_heads_is_a_number_beside_its_list_too() -> None:
+    with pytest.raises(DamagedCheckpoint, match="num_attention_heads is 'four', not a size"):
+        from_hf_config(config("laguna", num_attention_heads="four"))
+
+
 WRITTEN = [
     ("mimo-v2-flash", {"sliding_window": 1}),
     ("mimo-v2-flash", {"sliding_window_size": 0}),

@@ -16,8 +16,10 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers, worker
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
 
@@ -230,6 +232,26 @@ def test_scales_of_a_cache_under_llm_compressors_older_names_come_back(tmp_path:
     back = load_file(tmp_path / "back" / "model.safetensors")
     names = [name for name in stored if name.endswith("output_scale")]
     assert len(names) == 4 and all(torch.equal(back[name], stored[name]) for name in names)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(0)], ids=["wide", "empty"])
+def test_scales_of_a_cache_that_cannot_come_back_are_told_on_the_way_there(tmp_path: Path, scale: Tensor) -> None:
+    """As vLLM has one for each head."""
+    fp8_directories.make(tmp_path / "fp8", "compressed-tensor")
+    file = tmp_path / "fp8" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.k_scale": scale}, file, metadata={"format": "pt"})
+    notes = plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")).notes
+    assert any("not with 1 scale of a KV cache" in note and "k_scale" in note for note in notes)
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, None, "1200", [], float("inf")])
+def test_a_bound_of_inputs_is_a_positive_number(tmp_path: Path, bound: object) -> None:
+    fp8_directories.make(tmp_path, "fbgemm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["activation_scale_ub"] = bound
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PrecisionError, match="activation_scale_ub is .*, not a positive number"):
+        HuggingFaceReader(tmp_path)
 
 
 def test_an_older_modelopt_says_its_method_in_a_file_of_its_own(tmp_path: Path) -> None:

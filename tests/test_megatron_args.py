@@ -210,6 +210,22 @@ def test_a_word_of_as_many_letters_as_there_are_layers_says_nothing_of_them(name
         from_megatron_args(args | {name: "rope"}, 64, "args")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("mtp_num_layers", value) for value in ([], "", 0.0, False)),
+        *(("num_experts", value) for value in ({}, "none")),
+        ("add_qkv_bias", "no"),
+        ("untie_embeddings_and_output_weights", 2),
+        ("moe_router_topk_scaling_factor", []),
+        ("kv_channels", ""),
+    ],
+)
+def test_what_is_no_switch_count_or_number_is_named_and_not_taken_for_absent(name, value):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is .*, not (true or false|a whole number|a number)"):
+        from_megatron_args(to_megatron_args(MODEL) | {name: value}, 64, "args")
+
+
 def test_a_missing_argument_is_named():
     args = to_megatron_args(MODEL)
     del args["hidden_size"]
@@ -225,5 +241,5 @@ def test_weights_of_norms_that_have_none_are_zeros_to_which_one_is_added(tmp_pat
     config = Companions(files={"config.json": json.dumps(to_hf_config(model, "bfloat16")).encode()})
     specs = {"embedding.word_embeddings.weight": TensorSpec((rows, model.hidden_size), DType.bfloat16)}
     assert model_of(tmp_path, args, config, specs).architecture == "olmo"
-    with pytest.raises(DamagedCheckpoint, match="layernorm_zero_centered_gamma is off"):
+    with pytest.raises(DamagedCheckpoint, match="layernorm_zero_centered_gamma is off.*--apply-layernorm-1p"):
         model_of(tmp_path, off, config, specs)

@@ -263,6 +263,13 @@ def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, 
         from_hf_config(pico.make("deepseek-v3").config.to_dict() | changes)
 
 
+def test_a_bias_of_a_tied_output_layer_is_not_computed() -> None:
+    """transformers adds it; Megatron's output layer is not there."""
+    model = from_hf_config(pico.make("phi", tie_word_embeddings=True).config.to_dict())
+    with pytest.raises(UnknownArchitecture, match="not computed here with output_bias=True"):
+        GPT(model, BF16)
+
+
 def test_a_window_counts_the_query_itself() -> None:
     mask = sliding_window_mask(5, 2, torch.device("cpu"))
     assert mask is not None

@@ -445,6 +445,7 @@ NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
 SIGMOID = with_fields(EXPERTS, {"moe.score_function": "sigmoid"})
 ON_INPUT = with_fields(SIGMOID, {"moe.probs_on_input": True})
+ROOTS_ON_INPUT = with_fields(ON_INPUT, {"moe.score_function": "sqrtsoftplus"})
 NO_SHARED = with_fields(EXPERTS, {"moe.shared_ffn_hidden_size": None})
 UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"max_position_embeddings": 64}),
@@ -483,6 +484,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_GROUPS, {"moe.num_groups": 4}),
     (NO_GROUPS, {"moe.num_groups": 4, "moe.group_topk": 4, "moe.group_scores": 2}),
     (ON_INPUT, {"moe.pre_softmax": False}),
+    (ROOTS_ON_INPUT, {"moe.pre_softmax": False}),
 ]
 """Models, and what none of their layers uses."""
 

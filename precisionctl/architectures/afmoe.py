@@ -7,7 +7,6 @@ window.
 """
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -17,6 +16,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     all_but_every,
+    heads,
     is_on,
     layer_types,
     layers_with_window,
@@ -84,7 +84,7 @@ ARCHITECTURE = Architecture(
     rows=(*(row.renamed(_RENAMED) for row in decoder(_ATTENTION)), *_NORMS_AFTER),
     config=(
         *SIZES,
-        HEADS,
+        heads(head_dim=128),
         SILU,
         Only("attention_bias", False),
         Always("qk_layernorm", True),

@@ -5,6 +5,38 @@ from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 
+_SWITCHES = (
+    *("group_query_attention", "multi_latent_attention", "add_bias_linear", "add_qkv_bias", "attention_output_gate"),
+    *("layernorm_zero_centered_gamma", "apply_layernorm_1p", "qk_layernorm", "qk_l2_norm", "rotary_interleaved"),
+    *("untie_embeddings_and_output_weights", "use_rope_scaling", "yarn_correction_range_round_to_int"),
+    *("swiglu", "gated_linear_unit", "quick_geglu", "squared_relu", "bias_gelu_fusion", "is_hybrid_model"),
+    *("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_apply_probs_on_input"),
+    *("enable_hyper_connections", "dsa_indexer_rope_interleaved"),
+)
+_COUNTS = (
+    *("mtp_num_layers", "num_experts", "moe_n_hash_layers", "moe_latent_size", "kv_channels", "vocab_size"),
+    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+)
+_NUMBERS = (
+    *("glu_linear_offset", "moe_router_topk_scaling_factor", "activation_func_clamp_value", "softmax_scale"),
+    "rotary_seq_len_interpolation_factor",
+)
+
+
+def check_kinds(args: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint for a switch, count or number that is something else, whose truth in Python says nothing:
+    an empty list would be as if it were not there. None is that."""
+    kinds = (
+        (_SWITCHES, (bool, int), "true or false"),
+        (_COUNTS, (int,), "a whole number"),
+        (_NUMBERS, (int, float), "a number"),
+    )
+    for names, types, words in kinds:
+        for name in names:
+            value = args.get(name)
+            if value is not None and (type(value) not in types or (names is _SWITCHES and value not in (0, 1))):
+                raise DamagedCheckpoint(f"{name} is {shown(value)}, not {words}")
+
 
 def needed(args: Mapping[str, Any], name: str, where: object) -> Any:
     """An argument that every run has. Raises DamagedCheckpoint where it is not there."""

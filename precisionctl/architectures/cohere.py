@@ -25,7 +25,6 @@ ROWS = model_rows(*NORM, *ATTENTION, *MLP, ending=LAST_NORM)
 
 COMMON: tuple[Entry, ...] = (
     *SIZES,
-    HEADS,
     ATTENTION_BIAS,
     SILU,
     Always("norm_bias", False),
@@ -43,7 +42,7 @@ LAYER_NORM: tuple[Entry, ...] = (
 ARCHITECTURE = Architecture(
     model_types={"cohere": "CohereForCausalLM"},
     rows=ROWS,
-    config=(*COMMON, *LAYER_NORM, Only("use_qk_norm", False), rope(500000.0)),
+    config=(*COMMON, HEADS, *LAYER_NORM, Only("use_qk_norm", False), rope(500000.0)),
     aliases=(TIED,),
     derived=ROTARY,
     names_by="this project",

@@ -5,6 +5,7 @@ Trap: without a window at all, no layer has rotary embeddings.
 
 from precisionctl.architectures.cohere import COMMON, LAYER_NORM, ROWS
 from precisionctl.architectures.config_keys import (
+    HEADS,
     Config,
     Fields,
     Rule,
@@ -32,6 +33,7 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
+        HEADS,
         *LAYER_NORM,
         rope(),
         sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),

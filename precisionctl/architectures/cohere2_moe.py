@@ -13,6 +13,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     count,
+    heads,
     is_on,
     layers,
     layers_in_window,
@@ -113,6 +114,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*NORM, *ATTENTION, *MLP, *ROUTER, *SHARED_EXPERTS, *EXPERTS, ending=LAST_NORM),
     config=(
         *COMMON,
+        heads(head_dim=128),
         Only("use_qk_norm", False),
         Only("use_parallel_block", True),
         Rule(("rms_norm_eps", "layer_norm_eps"), _read_norm, _write_norm),

@@ -181,13 +181,13 @@ def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int
 
 
 def _read_heads(config: Config, where: object) -> Fields:
-    heads = size(config, "num_attention_heads", where)
+    number = size(config, "num_attention_heads", where)
     as_many = config.get("num_key_value_heads") is None
     head_dim = config.get("head_dim")
     return {
-        "num_attention_heads": heads,
-        "num_query_groups": heads if as_many else size(config, "num_key_value_heads", where),
-        "kv_channels": size(config, "hidden_size", where) // heads if head_dim is None else head_dim,
+        "num_attention_heads": number,
+        "num_query_groups": number if as_many else size(config, "num_key_value_heads", where),
+        "kv_channels": size(config, "hidden_size", where) // number if head_dim is None else head_dim,
     }
 
 
@@ -199,8 +199,14 @@ def _write_heads(model: ModelShape) -> Config:
     }
 
 
-HEADS = Rule(("num_attention_heads", "num_key_value_heads", "head_dim"), _read_heads, _write_heads)
-"""Heads, groups (absent: as many), size of a head (absent: they share hidden_size)."""
+def heads(**absent: int) -> Rule:
+    """Heads, groups (null: as many), size of a head (null: they share hidden_size). `absent` is what the family's class
+    takes for keys that are not there, where that is not null."""
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return Rule(keys, lambda config, where: _read_heads({**absent, **config}, where), _write_heads)
+
+
+HEADS = heads()
 
 VOCABULARY = Rule(
     ("vocab_size",),

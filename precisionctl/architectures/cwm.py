@@ -3,7 +3,7 @@
 Trap: its class scales rotary embeddings as Llama 3's where config.json says nothing of them.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Config, Key, Only, Rule, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Config, Key, Only, Rule, heads, sliding_window, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -28,7 +28,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         SILU,
         Only("attention_bias", False),
         Key("mlp_bias", "mlp_bias", False),

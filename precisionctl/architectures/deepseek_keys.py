@@ -33,7 +33,6 @@ def _write_attention(model: ModelShape) -> Config:
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "q_lora_rank": model.mla and model.mla.q_lora_rank,
     }
 
 
@@ -65,17 +64,20 @@ def shared_experts(key: str, default: int | None = None) -> Rule:
     return Rule((key,), read, write)
 
 
-EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
-    Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
-    Key("moe.topk", "num_experts_per_tok"),
-    Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-    shared_experts("n_shared_experts"),
-)
+def experts_of_a_layer(shared: int | None) -> tuple[Entry, ...]:
+    """Routed ones, and as many shared ones where no key says how many."""
+    return (
+        Key("moe.num_experts", "n_routed_experts", synonym="num_local_experts"),
+        Key("moe.topk", "num_experts_per_tok"),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        shared_experts("n_shared_experts", shared),
+    )
 
-EXPERTS: tuple[Entry, ...] = (
-    *EXPERTS_OF_A_LAYER,
-    leading_dense("first_k_dense_replace"),
-)
+
+def experts(shared: int | None, dense: int) -> tuple[Entry, ...]:
+    """The same behind leading layers without; `dense` of them where no key says how many."""
+    return (*experts_of_a_layer(shared), leading_dense("first_k_dense_replace", dense))
+
 
 _MLPS = {"dense": False, "sparse": True}
 
@@ -99,17 +101,20 @@ def experts_by_list(dense: int, key: str = "") -> Rule:
     return Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
 
 
-LATENT_ATTENTION: tuple[Entry, ...] = (
-    *SIZES,
-    SILU,
-    Rule(("num_attention_heads",), _read_attention, _write_attention),
-    Key("mla.q_lora_rank", "q_lora_rank", None),
-    Key("mla.kv_lora_rank", "kv_lora_rank"),
-    Key("mla.qk_head_dim", "qk_nope_head_dim"),
-    Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
-    Key("mla.v_head_dim", "v_head_dim"),
-    Only("attention_bias", False),
-)
+def latent_attention(q_lora_rank: int) -> tuple[Entry, ...]:
+    """With the latents of queries of the family's class where the key is absent; null, there are none."""
+    return (
+        *SIZES,
+        SILU,
+        Rule(("num_attention_heads",), _read_attention, _write_attention),
+        Key("mla.q_lora_rank", "q_lora_rank", None, absent=q_lora_rank),
+        Key("mla.kv_lora_rank", "kv_lora_rank"),
+        Key("mla.qk_head_dim", "qk_nope_head_dim"),
+        Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
+        Key("mla.v_head_dim", "v_head_dim"),
+        Only("attention_bias", False),
+    )
+
 
 ROTATED_HEAD = Synonyms({"head_dim": "qk_rope_head_dim"})
 """Of the families whose rotary embeddings transformers makes for `head_dim` where it is said."""
@@ -142,8 +147,7 @@ def groups(number: int, best: int) -> Rule:
 
 
 COMMON: tuple[Entry, ...] = (
-    *LATENT_ATTENTION,
-    *EXPERTS,
+    *latent_attention(1536),
     Only("moe_layer_freq", 1),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),

@@ -5,7 +5,7 @@ Megatron sums the best `topk / group_topk`.
 """
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule
-from precisionctl.architectures.deepseek_keys import COMMON
+from precisionctl.architectures.deepseek_keys import COMMON, experts
 from precisionctl.architectures.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -39,7 +39,8 @@ ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     rows=decoder(ATTENTION),
     config=(
-        *(entry for entry in COMMON if "n_routed_experts" not in entry.keys),
+        *COMMON,
+        *(entry for entry in experts(shared=2, dense=0) if "n_routed_experts" not in entry.keys),
         Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("mlp_bias", False),

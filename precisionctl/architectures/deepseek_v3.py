@@ -5,7 +5,7 @@ whatever config.json says of them. Rotary channels are neighbouring pairs, in bo
 """
 
 from precisionctl.architectures.config_keys import Key, Only
-from precisionctl.architectures.deepseek_keys import COMMON, ROTATED_HEAD, SIGMOID, groups
+from precisionctl.architectures.deepseek_keys import COMMON, ROTATED_HEAD, SIGMOID, experts, groups
 from precisionctl.architectures.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -15,6 +15,7 @@ ARCHITECTURE = Architecture(
     rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
     config=(
         *COMMON,
+        *experts(shared=1, dense=3),
         ROTATED_HEAD,
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         Only("rope_interleave", True),

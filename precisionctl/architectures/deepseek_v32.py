@@ -6,11 +6,11 @@ is a LayerNorm of epsilon 1e-6, stored in FP32.
 
 from precisionctl.architectures.config_keys import Config, Entry, Fields, Key, Only, Rule, layers, tied
 from precisionctl.architectures.deepseek_keys import (
-    EXPERTS_OF_A_LAYER,
-    LATENT_ATTENTION,
     SIGMOID,
     experts_by_list,
+    experts_of_a_layer,
     groups,
+    latent_attention,
 )
 from precisionctl.architectures.deepseek_rows import INDEXED_ATTENTION, MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -20,8 +20,7 @@ from precisionctl.architectures.rope import rope
 ROWS = (*decoder(INDEXED_ATTENTION), *prediction(INDEXED_ATTENTION))
 
 COMMON: tuple[Entry, ...] = (
-    *LATENT_ATTENTION,
-    *EXPERTS_OF_A_LAYER,
+    *experts_of_a_layer(shared=1),
     experts_by_list(dense=3, key="first_k_dense_replace"),
     *SIGMOID,
     Only("norm_topk_prob", True),
@@ -43,6 +42,7 @@ ARCHITECTURE = Architecture(
     model_types={"deepseek_v32": "DeepseekV32ForCausalLM"},
     rows=ROWS,
     config=(
+        *latent_attention(1536),
         *COMMON,
         Key("dsa.n_heads", "index_n_heads", 64),
         Rule((), _everywhere),

@@ -146,7 +146,7 @@ _DECODER = (
         f"{_MEGATRON}mlp.router.tid2eid",
         ("vocab_size", "moe.topk"),
         layers="hashed",
-        integers=True,
+        integers_below="moe.num_experts",
     ),
     *_head("", "decoder."),
 )

@@ -2,7 +2,6 @@
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     Always,
     Config,
@@ -39,7 +38,6 @@ def _write_layers(model: ModelShape) -> Config:
 
 
 COMMON: tuple[Entry, ...] = (
-    HEADS,
     ATTENTION_BIAS,
     SILU,
     Always("qk_layernorm", True),

@@ -6,17 +6,17 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     SIZES,
     Always,
     Config,
     Key,
     Only,
+    heads,
     sliding_window,
     tied,
 )
-from precisionctl.architectures.deepseek_keys import EXPERTS, groups
+from precisionctl.architectures.deepseek_keys import experts, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -33,11 +33,11 @@ ARCHITECTURE = Architecture(
     rows=decoder((*ATTENTION_NORM, *ATTENTION)),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=32),
         ATTENTION_BIAS,
         SILU,
         Always("qk_layernorm", True),
-        *EXPERTS,
+        *experts(shared=None, dense=0),
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
         Only("norm_topk_prob", True, absent=False),

@@ -3,7 +3,7 @@
 Trap: one switch for all biases.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Rule, is_on, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Rule, heads, is_on, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=2, head_dim=128),
         SILU,
         Rule(
             ("use_bias",),

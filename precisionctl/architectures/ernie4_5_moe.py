@@ -7,7 +7,6 @@ the chosen ones add up to one.
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -17,6 +16,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     count,
+    heads,
     layers,
     size,
     tied,
@@ -68,7 +68,7 @@ ARCHITECTURE = Architecture(
     rows=decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=4),
         SILU,
         Only("use_bias", False),
         Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),

@@ -5,7 +5,6 @@ Trap: without a window, all layers have rotary embeddings.
 """
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -15,6 +14,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     all_but_every,
+    heads,
     layer_types,
     layers_in_window,
     sliding_window,
@@ -52,7 +52,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION, *POST_ATTENTION_NORM, *MLP, *POST_MLP_NORM),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=32),
         SILU,
         Always("qk_layernorm", True),
         Always("pre_layernorms", False),

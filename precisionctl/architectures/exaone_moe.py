@@ -5,7 +5,7 @@ Traps: the bias that chooses experts is not the router's in published files. The
 build it so).
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Fields, Key, Only, Rule, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Fields, Key, Only, Rule, heads, tied
 from precisionctl.architectures.deepseek_keys import experts_by_list, groups, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.delta_net_keys import one_or_none
@@ -38,7 +38,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=32),
         SILU,
         Always("qk_layernorm", True),
         Key("moe.num_experts", "num_experts"),

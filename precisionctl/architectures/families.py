@@ -1,6 +1,7 @@
 """Find a model's family: by the `model_type` of a config.json, or by what Megatron's arguments describe."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
@@ -26,6 +27,8 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import TENSORS, differences
 from precisionctl.untabled_model import UntabledModel
 
+_VERSION = re.compile(r"[\d._]+")
+
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window."""
@@ -46,6 +49,8 @@ def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
         near = most_alike(model_type, supported(), 0.8)
+        if near and _VERSION.sub("", near) == _VERSION.sub("", model_type):
+            near = None  # another generation is another model, and no slip of the pen
         do = f"The nearest that is known is {near}. {_NO_TABLE}" if near else _NO_TABLE
         raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=do)
     return supported()[model_type]

@@ -3,7 +3,7 @@
 Trap: `gelu` in config.json means the tanh approximation.
 """
 
-from precisionctl.architectures.config_keys import GELU_TANH, activation
+from precisionctl.architectures.config_keys import GELU_TANH, activation, heads
 from precisionctl.architectures.gemma2 import OF_ALL_GEMMAS
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -13,7 +13,12 @@ from precisionctl.architectures.rope import rope
 ARCHITECTURE = Architecture(
     model_types={"gemma": "GemmaForCausalLM"},
     rows=LLAMA.rows,
-    config=(*OF_ALL_GEMMAS, activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"), rope()),
+    config=(
+        *OF_ALL_GEMMAS,
+        heads(num_key_value_heads=16, head_dim=256),
+        activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"),
+        rope(),
+    ),
     aliases=(TIED,),
     derived=ROTARY,
     names_by="Megatron-Bridge",

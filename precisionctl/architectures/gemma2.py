@@ -9,7 +9,6 @@ import math
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
     GELU_TANH,
-    HEADS,
     SIZES,
     Always,
     Entry,
@@ -18,6 +17,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     activation,
     every_other,
+    heads,
     size,
     sliding_window,
     tied,
@@ -37,7 +37,6 @@ SCALED_EMBEDDING = Rule(
 
 OF_ALL_GEMMAS: tuple[Entry, ...] = (
     *SIZES,
-    HEADS,
     ATTENTION_BIAS,
     Only("use_bidirectional_attention", False),
     Always("zero_centered_gamma", True),
@@ -49,6 +48,7 @@ OF_ALL_GEMMAS: tuple[Entry, ...] = (
 
 COMMON: tuple[Entry, ...] = (
     *OF_ALL_GEMMAS,
+    heads(num_key_value_heads=4, head_dim=256),
     activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
     Always("post_layernorms", True),
     Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),

@@ -4,7 +4,7 @@ Traps: half of each head's channels are rotated, in neighbouring pairs; `post_at
 the MLP, and `post_self_attn_layernorm` that after attention.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Entry, Key, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Entry, Key, heads, tied
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
@@ -20,7 +20,7 @@ from precisionctl.architectures.rope import rope
 
 COMMON: tuple[Entry, ...] = (
     *SIZES,
-    HEADS,
+    heads(num_key_value_heads=2, head_dim=128),
     SILU,
     Key("qkv_bias", "attention_bias", True),
     Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),

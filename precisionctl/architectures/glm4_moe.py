@@ -3,8 +3,8 @@
 Traps: half of each head's channels are rotated; `attention_bias` is of q, k and v alone.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, Only, tied
-from precisionctl.architectures.deepseek_keys import EXPERTS, SIGMOID, groups
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, Only, heads, tied
+from precisionctl.architectures.deepseek_keys import SIGMOID, experts, groups
 from precisionctl.architectures.deepseek_rows import MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -17,11 +17,11 @@ ARCHITECTURE = Architecture(
     rows=(*decoder(_ATTENTION), *prediction(_ATTENTION)),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8),
         SILU,
         Key("qkv_bias", "attention_bias", False),
         Key("qk_layernorm", "use_qk_norm", False),
-        *EXPERTS,
+        *experts(shared=1, dense=1),
         *SIGMOID,
         Only("norm_topk_prob", True),
         groups(1, 1),

@@ -5,12 +5,12 @@ Trap: a list says which layers have experts.
 
 from precisionctl.architectures.config_keys import Key, Only, tied
 from precisionctl.architectures.deepseek_keys import (
-    EXPERTS_OF_A_LAYER,
-    LATENT_ATTENTION,
     ROTATED_HEAD,
     SIGMOID,
     experts_by_list,
+    experts_of_a_layer,
     groups,
+    latent_attention,
 )
 from precisionctl.architectures.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -21,9 +21,9 @@ ARCHITECTURE = Architecture(
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
     rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
     config=(
-        *LATENT_ATTENTION,
+        *latent_attention(768),
         ROTATED_HEAD,
-        *EXPERTS_OF_A_LAYER,
+        *experts_of_a_layer(shared=1),
         experts_by_list(dense=1),
         *SIGMOID,
         Only("norm_topk_prob", True),

@@ -5,7 +5,7 @@ pairs, too.
 """
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, layers
-from precisionctl.architectures.deepseek_keys import groups
+from precisionctl.architectures.deepseek_keys import groups, latent_attention
 from precisionctl.architectures.deepseek_rows import MTP_ALIASES
 from precisionctl.architectures.deepseek_v32 import COMMON, ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -36,6 +36,7 @@ ARCHITECTURE = Architecture(
     model_types={"glm_moe_dsa": "GlmMoeDsaForCausalLM"},
     rows=ROWS,
     config=(
+        *latent_attention(2048),
         *COMMON,
         Key("dsa.n_heads", "index_n_heads", 32),
         Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),

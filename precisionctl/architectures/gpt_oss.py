@@ -7,13 +7,13 @@ tells; in MXFP4, as OpenAI released them, they are `[out, in]`; the router's bia
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
     Key,
     Only,
     every_other,
+    heads,
     sliding_window,
     tied,
 )
@@ -89,7 +89,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=64),
         SILU,
         Only("swiglu_alpha", 1.702, "activation", "quick_gelu"),
         Key("activation_clamp", "swiglu_limit", 7.0),

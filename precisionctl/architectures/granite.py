@@ -39,9 +39,10 @@ MULTIPLIERS: tuple[Entry, ...] = (
     Key("residual_multiplier", "residual_multiplier", 1.0),
     Rule(("attention_multiplier", "logits_scaling"), _read_scales, _write_scales),
 )
-OF_ALL_GRANITES: tuple[Entry, ...] = (*SIZES, HEADS, ATTENTION_BIAS, SILU, *MULTIPLIERS)
+OF_ALL_GRANITES: tuple[Entry, ...] = (*SIZES, ATTENTION_BIAS, SILU, *MULTIPLIERS)
 COMMON: tuple[Entry, ...] = (
     *OF_ALL_GRANITES,
+    HEADS,
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     tied(False),

@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    heads,
     layer_types,
     layers,
     layers_with_window,
@@ -85,6 +86,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *SINKS, *MLP_NORM, *MLP),
     config=(
         *OF_ALL_GRANITES,
+        heads(num_key_value_heads=4),
         Key("mlp_bias", "mlp_bias", False),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         *LAYERS,

@@ -3,7 +3,7 @@
 Trap: experts are stored under the names that Granite-MoE has in memory alone.
 """
 
-from precisionctl.architectures.config_keys import Key, tied
+from precisionctl.architectures.config_keys import HEADS, Key, tied
 from precisionctl.architectures.gpt_oss import SINKS
 from precisionctl.architectures.granite import OF_ALL_GRANITES
 from precisionctl.architectures.granite_swa import LAYERS
@@ -18,6 +18,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *SINKS, *MOE_NORM, *IN_MEMORY, *JOINED_SHARED_EXPERT),
     config=(
         *OF_ALL_GRANITES,
+        HEADS,
         *EXPERT_KEYS,
         SHARED,
         Key("norm_epsilon", "rms_norm_eps", 1e-6),

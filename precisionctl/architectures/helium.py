@@ -3,7 +3,7 @@
 Trap: `attention_bias` is of q, k and v alone, and attention gives as many channels as the model has.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, heads, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=20, head_dim=128),
         SILU,
         Key("qkv_bias", "attention_bias", False),
         Key("mlp_bias", "mlp_bias", False),

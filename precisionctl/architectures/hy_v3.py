@@ -6,7 +6,6 @@ config.json says `first_k_dense_replace` and `expert_hidden_dim`, by which vLLM 
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     SIZES,
     Config,
@@ -15,6 +14,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     Synonyms,
+    heads,
     tied,
 )
 from precisionctl.architectures.deepseek_keys import experts_by_list, shared_experts
@@ -64,7 +64,7 @@ ARCHITECTURE = Architecture(
     rows=(*decoder(_ATTENTION, routing=_EITHER), *prediction(_ATTENTION, _EITHER, "final_layernorm")),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         ATTENTION_BIAS,
         SILU,
         Only("mlp_bias", False),

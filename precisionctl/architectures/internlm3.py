@@ -1,6 +1,6 @@
 """InternLM3: Llama, with the older names `qkv_bias` and `bias` for the switches of biases."""
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -11,7 +11,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=2, head_dim=128),
         SILU,
         Key("qkv_bias", "attention_bias", False, synonym="qkv_bias"),
         Key("proj_bias", "mlp_bias", False, synonym="bias"),

@@ -1,6 +1,6 @@
 """IQuest-Coder: Llama. The two settings that its own class has besides, no published model uses."""
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, Only, tied
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Key, Only, heads, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -11,7 +11,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         ATTENTION_BIAS,
         SILU,
         Only("clip_qkv", None),

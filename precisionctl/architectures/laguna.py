@@ -35,7 +35,7 @@ from precisionctl.model_parts import check_size
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS
 
-_ABSENT = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
+_ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
 """What its class takes for keys that are not there."""
 
 _ROPE = {
@@ -83,15 +83,14 @@ def _read_attention(config: Config, where: object) -> Fields:
 def _heads(config: Config, windows: list[bool], where: object) -> tuple[int, int]:
     """How many a layer with a window has, and one without."""
     key = "num_attention_heads_per_layer"
-    listed = config.get(key)
+    listed, heads = config.get(key), size({**_ABSENT, **config}, "num_attention_heads", where)
     if listed is None:
-        heads = size(config, "num_attention_heads", where)
         return heads, heads
     if not isinstance(listed, list) or len(listed) != len(windows):
         raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a number for each layer", where=where)
-    for heads in listed:
-        check_size(heads, key)
-    kinds = [{heads for heads, there in zip(listed, windows, strict=True) if there == kind} for kind in (True, False)]
+    for each in listed:
+        check_size(each, key)
+    kinds = [{each for each, there in zip(listed, windows, strict=True) if there == kind} for kind in (True, False)]
     if any(len(kind) > 1 for kind in kinds):
         do = "Known is one number of heads in layers with a window and one in the others."
         raise UnknownArchitecture(f"{key}={shown(listed)}", where=where, do=do)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     SIZES_BESIDE_MLP,
     Always,
@@ -17,6 +16,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    heads,
     is_on,
     layers,
     listed_layers,
@@ -130,7 +130,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES_BESIDE_MLP,
         Key("ffn_hidden_size", "intermediate_size_mlp", 16384),
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         ATTENTION_BIAS,
         SILU,
         *_EXPERT_KEYS,

@@ -7,7 +7,7 @@ megatron/training/arguments.py and, since 0.16, megatron/core/transformer/transf
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.args_said import all_but_every, needed, norm_epsilon, one_of
+from precisionctl.architectures.args_said import all_but_every, check_kinds, needed, norm_epsilon, one_of
 from precisionctl.architectures.expert_args import moe_args, read_moe
 from precisionctl.architectures.indexer_args import DSA_NAME, dsa_args, read_dsa
 from precisionctl.architectures.recurrent_args import (
@@ -201,6 +201,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
         with at(where):
+            check_kinds(args)
             return _read(args, padded_vocab_size, where)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error

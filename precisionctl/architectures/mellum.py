@@ -6,7 +6,6 @@ A published file may have a layer of multi-token prediction, `mtp.*`, which tran
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -14,6 +13,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    heads,
     sliding_window,
     tied,
 )
@@ -64,7 +64,7 @@ ARCHITECTURE = Architecture(
     rows=(*model_rows(*ATTENTION_NORM, *ATTENTION, *_MLPS), *prediction(*_MLPS)),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=4, head_dim=128),
         ATTENTION_BIAS,
         SILU,
         Always("qk_layernorm", True),

@@ -5,7 +5,6 @@ Traps: `intermediate_size` is an expert's; released files say by `rotary_dim` ho
 """
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -14,6 +13,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    heads,
     size,
     tied,
 )
@@ -60,7 +60,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         SILU,
         *NORM_OVER_HEADS,
         Only("use_qk_norm", True),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SIZES_BESIDE_MLP,
     Always,
     Config,
@@ -22,6 +21,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     activation,
     count,
+    heads,
     layers,
     listed_layers,
     size,
@@ -212,7 +212,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES_BESIDE_MLP,
         Key("ffn_hidden_size", "dense_intermediate_size", 12288),
-        Rule(HEADS.keys, lambda config, where: HEADS.read({**_ABSENT, **config}, where), HEADS.write),
+        heads(**_ABSENT),
         activation("hidden_act", {"swigluoai": "quick_gelu", "silu": "quick_gelu"}, "silu"),
         Only("swiglu_alpha", 1.702),
         Only("swiglu_beta", 1.0),

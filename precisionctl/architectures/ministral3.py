@@ -3,7 +3,7 @@
 Trap: a config.json without rotary parameters has YaRN.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, everywhere, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, everywhere, heads, sliding_window, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -26,7 +26,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         SILU,
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(scaling=YARN, query_scaling=True),

@@ -3,13 +3,19 @@
 Trap: Hugging Face's window counts the token itself, Megatron's the tokens to its left.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Entry, Key, everywhere, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Entry, Key, everywhere, heads, sliding_window, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
-COMMON: tuple[Entry, ...] = (*SIZES, HEADS, SILU, sliding_window(everywhere, absent=4096), tied(False))
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    heads(num_key_value_heads=8),
+    SILU,
+    sliding_window(everywhere, absent=4096),
+    tied(False),
+)
 
 ARCHITECTURE = Architecture(
     model_types={"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},

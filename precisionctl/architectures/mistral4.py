@@ -6,7 +6,7 @@ wrapper.
 """
 
 from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, size, tied
-from precisionctl.architectures.deepseek_keys import EXPERTS, LATENT_ATTENTION
+from precisionctl.architectures.deepseek_keys import experts, latent_attention
 from precisionctl.architectures.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.ministral3 import YARN
@@ -44,8 +44,8 @@ ARCHITECTURE = Architecture(
     model_types={"mistral4": "Mistral4ForCausalLM"},
     rows=decoder(ATTENTION, FUSED_EXPERTS),
     config=(
-        *LATENT_ATTENTION,
-        *EXPERTS,
+        *latent_attention(1024),
+        *experts(shared=1, dense=0),
         Only("norm_topk_prob", True),
         Only("n_group", 1),  # more would be worth their probabilities, not their logits
         Only("topk_group", 1),

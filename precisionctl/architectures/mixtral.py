@@ -4,7 +4,6 @@ Trap: w1 is the gate, w3 the up projection and w2 the down projection.
 """
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Config,
@@ -12,6 +11,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     everywhere,
+    heads,
     layers,
     sliding_window,
     tied,
@@ -56,7 +56,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, EXPERTS),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8),
         SILU,
         Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
         Key("moe.topk", "num_experts_per_tok", 2),

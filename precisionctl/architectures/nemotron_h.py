@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Literal
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     VOCABULARY,
     Always,
     Config,
@@ -24,6 +23,7 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     Synonyms,
+    heads,
     size,
     tied,
 )
@@ -221,7 +221,6 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     step_limits("time_step_limit", "mamba_dt_limit"),
 )
 
-_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 """What its class takes for keys that are not there."""
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
@@ -236,7 +235,7 @@ ARCHITECTURE = Architecture(
         Key("ffn_hidden_size", "intermediate_size", 21504),
         Key("max_position_embeddings", "max_position_embeddings", 4096),
         VOCABULARY,
-        Rule(HEADS.keys, lambda config, where: HEADS.read(_HEADS | dict(config), where), HEADS.write),
+        heads(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
         *_MIXER_KEYS,
         Only("mlp_hidden_act", "relu2", "activation", "squared_relu"),
         Always("gated_linear_unit", False),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import (
-    HEADS,
     SILU,
     SIZES,
     Always,
@@ -21,6 +20,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     attention_bias,
     everywhere,
+    heads,
     sliding_window,
 )
 from precisionctl.architectures.llama_rows import (
@@ -99,11 +99,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        Rule(
-            HEADS.keys,
-            lambda config, where: HEADS.read({"num_key_value_heads": 8} | dict(config), where),
-            HEADS.write,
-        ),
+        heads(num_key_value_heads=8),
         SILU,
         Always("normalization", "LayerNorm"),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),

@@ -3,7 +3,7 @@
 Trap: no key of config.json says that those biases are there, and o_proj has none.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Key, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, sliding_window, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -23,7 +23,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=32),
         SILU,
         Always("qkv_bias", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),

@@ -3,7 +3,7 @@
 Trap: without `norm_topk_prob`, as released, the chosen experts' weights are their scores among all.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Config, Key, size, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, size, sliding_window, tied
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *GATED_SHARED_EXPERT, *EXPERTS),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=16),
         SILU,
         Key("qkv_bias", "qkv_bias", True),
         *EXPERT_KEYS,

@@ -3,7 +3,7 @@
 Trap: those norms have the size of a head, and a head is wider than hidden_size / heads.
 """
 
-from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, tied
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, SILU, SIZES, Always, Entry, Key, heads, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -12,7 +12,6 @@ from precisionctl.architectures.rope import rope
 
 COMMON: tuple[Entry, ...] = (
     *SIZES,
-    HEADS,
     ATTENTION_BIAS,
     SILU,
     Always("qk_layernorm", True),
@@ -24,7 +23,7 @@ COMMON: tuple[Entry, ...] = (
 ARCHITECTURE = Architecture(
     model_types={"qwen3": "Qwen3ForCausalLM"},
     rows=LLAMA.rows,
-    config=(*COMMON, WINDOW),
+    config=(*COMMON, heads(num_key_value_heads=32, head_dim=128), WINDOW),
     aliases=(TIED,),
     derived=ROTARY,
 )

@@ -4,7 +4,7 @@ Trap: the delta net's input projection is four tensors, of which three go by kin
 dimensions (`mrope`) are all the same in text.
 """
 
-from precisionctl.architectures.config_keys import SIZES
+from precisionctl.architectures.config_keys import SIZES, heads
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, delta_net, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
@@ -25,7 +25,7 @@ PREDICTION_LAYERS = prediction_layers("mtp_num_hidden_layers")
 ARCHITECTURE = Architecture(
     model_types={"qwen3_5_text": "Qwen3_5ForCausalLM"},
     rows=rows(*DENSE),
-    config=(*SIZES, *COMMON, PREDICTION_LAYERS),
+    config=(*SIZES, *COMMON, heads(num_key_value_heads=4, head_dim=256), PREDICTION_LAYERS),
     aliases=(TIED,),
     derived=ROTARY,
 )

@@ -3,7 +3,7 @@
 Trap: there is no `intermediate_size`, as no layer is dense.
 """
 
-from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, SIZES_BESIDE_MLP, Always, Key
+from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, SIZES_BESIDE_MLP, Always, Key, heads
 from precisionctl.architectures.delta_net_keys import COMMON
 from precisionctl.architectures.delta_net_rows import SPARSE
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -16,6 +16,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES_BESIDE_MLP,
         *COMMON,
+        heads(num_key_value_heads=2, head_dim=256),
         Key("ffn_hidden_size", "moe_intermediate_size", 512),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 512),
         EVERY_LAYER_SPARSE,

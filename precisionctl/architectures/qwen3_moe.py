@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     everywhere,
+    heads,
     is_on,
     layers,
     numbered_layers,
@@ -60,6 +61,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERTS),
     config=(
         *COMMON,
+        heads(num_key_value_heads=4),
         *EXPERT_KEYS,
         sliding_window(everywhere, switch="use_sliding_window", absent=4096, listed=False),
     ),

@@ -5,7 +5,7 @@ transformers leaves out. q_proj makes an output gate too, head by head. Without 
 each head's channels is rotated.
 """
 
-from precisionctl.architectures.config_keys import SIZES, Always, Key
+from precisionctl.architectures.config_keys import SIZES, Always, Key, heads
 from precisionctl.architectures.delta_net_keys import COMMON, prediction_layers
 from precisionctl.architectures.delta_net_rows import DENSE, SPARSE, delta_net, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED, model_rows
@@ -22,6 +22,7 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES,
         *COMMON,
+        heads(num_key_value_heads=2, head_dim=256),
         *EXPERTS_OF_LAYERS,
         Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
         Always("moe.shared_expert_gate", True),

@@ -3,7 +3,7 @@
 Trap: the biases of q, k and v are there unless config.json says otherwise.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         SILU,
         Key("qkv_bias", "attention_bias", True),
         Key("proj_bias", "attention_out_bias", False),

@@ -6,13 +6,13 @@ say which layers have the window.
 
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
-    HEADS,
     SILU,
     SIZES,
     Config,
     Fields,
     Key,
     Rule,
+    heads,
     is_on,
     layers,
     size,
@@ -68,7 +68,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=4),
         ATTENTION_BIAS,
         SILU,
         Key("mlp_bias", "mlp_bias", False),

@@ -3,8 +3,8 @@
 Trap: its class has no `intermediate_size` and no `first_k_dense_replace`. Released files say both, as GLM-4.5's do.
 """
 
-from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, HEADS, SILU, SIZES_BESIDE_MLP, Key, Only, tied
-from precisionctl.architectures.deepseek_keys import EXPERTS_OF_A_LAYER, SIGMOID, groups
+from precisionctl.architectures.config_keys import EVERY_LAYER_SPARSE, SILU, SIZES_BESIDE_MLP, Key, Only, heads, tied
+from precisionctl.architectures.deepseek_keys import SIGMOID, experts_of_a_layer, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -15,11 +15,11 @@ ARCHITECTURE = Architecture(
     rows=decoder((*ATTENTION_NORM, *ATTENTION)),
     config=(
         *SIZES_BESIDE_MLP,
-        HEADS,
+        heads(num_key_value_heads=8, head_dim=128),
         SILU,
         Key("qkv_bias", "attention_bias", False),
         Only("use_qk_norm", False),
-        *EXPERTS_OF_A_LAYER,
+        *experts_of_a_layer(shared=1),
         Key("ffn_hidden_size", "moe_intermediate_size"),  # of no layer
         EVERY_LAYER_SPARSE,
         *SIGMOID,

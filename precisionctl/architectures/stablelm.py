@@ -3,7 +3,7 @@
 Trap: StableLM 2 12B, with norms by head and a parallel residual, is not covered.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Only, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Key, Only, heads, tied
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
@@ -23,7 +23,7 @@ ARCHITECTURE = Architecture(
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, ending=(*FINAL_NORM, *NORM_BIASES)),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=32),
         SILU,
         Key("qkv_bias", "use_qkv_bias", False),
         Only("qk_layernorm", False),

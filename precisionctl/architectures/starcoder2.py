@@ -5,13 +5,13 @@ Trap: one switch for all biases.
 
 from precisionctl.architectures.config_keys import (
     GELU_TANH,
-    HEADS,
     SIZES,
     Always,
     Key,
     Rule,
     activation,
     everywhere,
+    heads,
     is_on,
     sliding_window,
     tied,
@@ -41,7 +41,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        HEADS,
+        heads(num_key_value_heads=2),
         Rule(
             ("use_bias",),
             lambda config, where: dict.fromkeys(

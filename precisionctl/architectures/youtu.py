@@ -4,7 +4,7 @@ Trap: the embedding is the head unless config.json says otherwise.
 """
 
 from precisionctl.architectures.config_keys import Key, Only, tied
-from precisionctl.architectures.deepseek_keys import LATENT_ATTENTION, ROTATED_HEAD
+from precisionctl.architectures.deepseek_keys import ROTATED_HEAD, latent_attention
 from precisionctl.architectures.deepseek_rows import ATTENTION
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture
@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     model_types={"youtu": "YoutuForCausalLM"},
     rows=model_rows(*ATTENTION, *MLP_NORM, *MLP),
     config=(
-        *LATENT_ATTENTION,
+        *latent_attention(1536),
         ROTATED_HEAD,
         Only("rope_interleave", True),
         Only("mlp_bias", False),

@@ -35,7 +35,6 @@ from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.mlp import check_tables
 from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
@@ -199,7 +198,6 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
     plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32).text
     convert.run(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
-    check_tables(model, source.path)
     return model.requires_grad_(False)
 
 

@@ -31,12 +31,12 @@ from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
 from precisionctl.export.model_card import Card, path_in_command
-from precisionctl.export.schemes import best_scheme
+from precisionctl.export.schemes import best_scheme, schemes_of
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
+from precisionctl.quant_methods.base import BLOCKS, CHANNEL, FIXED_INPUTS, FOUR_BITS, TENSOR, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
@@ -80,6 +80,9 @@ def for_engine(request: Request, source: Source) -> Result:
         form,
         precision,
         partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
+        without_blocks=[
+            each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
+        ],
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
         kept=partial(engine.kept, _config_of(reader, model), form.method.name, tied=isinstance(model, UntabledModel)),

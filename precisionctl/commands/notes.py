@@ -1,5 +1,6 @@
 """A command's notes for the user: what is left behind, what was guessed, what was computed anew."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -313,6 +314,13 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
         f"{were}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
         "--precision fp8` writes the same codes again."
     )
+    names = {name for scales in encodings.scales.values() for name in scales.names}
+    rest = {name: spec.shape for name, spec in encodings.stored.specs.items() if name not in names}
+    if several := [name for name, shape in rest.items() if math.prod(shape) != 1]:
+        yield (
+            f"But not with {counted(len(several), 'scale')} of a KV cache that are no single number, "
+            f"e.g. {shown(several[0])} {list(rest[several[0]])}: the way back to codes is refused for them."
+        )
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:

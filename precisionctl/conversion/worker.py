@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -88,12 +89,15 @@ class Worker:
     def do(self, job: Job) -> Findings:
         """Do a job. Returns what was found out.
 
-        Raises DamagedCheckpoint for copies of a tensor that differ, ShapeMismatch for a bias that the target has no
-        place for and that is not zero, PrecisionError for an infinite weight to encode, and as `read_rows`.
+        Raises DamagedCheckpoint for copies of a tensor that differ and for integers out of range, ShapeMismatch for a
+        bias that the target has no place for and that is not zero, PrecisionError for an infinite weight to encode, and
+        as `read_rows`.
         """
         self._encoder.found = Findings()
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
+        if job.row.integers_below:
+            self._check_below(job, attrgetter(job.row.integers_below)(self._plan.model))
         if not job.writes:
             self._check_zero(job)
         elif self._plan.computes(job):
@@ -115,7 +119,7 @@ class Worker:
 
     def needs_torch(self, job: Job) -> bool:
         """Whether a job does more than copy bytes between files."""
-        if job.copies or not job.writes or not self._only_copies(job):
+        if job.copies or job.row.integers_below or not job.writes or not self._only_copies(job):
             return True
         chunks = chain(*map(self._reader.chunks, job.reads), *map(self._writer.chunks, job.writes))
         return not all(isinstance(chunk.place, Path) for chunk in chunks)
@@ -246,6 +250,14 @@ class Worker:
                     f"`{copy}` is stored and should be a copy of `{name}`, but differs",
                     do="If the two are meant to differ, set tie_word_embeddings to false in config.json.",
                 )
+
+    def _check_below(self, job: Job, limit: int) -> None:
+        """Raise DamagedCheckpoint if a table has a negative number, or one that is not below `limit`."""
+        for name in job.reads:
+            for _, values in self._pieces(name, 0, self._reader.specs[name].rows):
+                if not bool(((values >= 0) & (values < limit)).all()):
+                    least, most = (each.item() for each in values.aminmax())
+                    raise DamagedCheckpoint(f"`{name}` has numbers from {least} to {most}, not from 0 to {limit - 1}")
 
     def _check_zero(self, job: Job) -> None:
         """Raise ShapeMismatch if tensors that the target has no place for are not zero."""

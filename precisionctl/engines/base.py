@@ -19,6 +19,7 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
@@ -43,15 +44,6 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
-class BlocksAlone:
-    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, under scales that it
-    takes for powers of two, by a `rule`."""
-
-    linear: str
-    rule: EngineRule
-
-
-@dataclass(frozen=True)
 class Engine:
     """An inference engine, and its rules.
 
@@ -66,7 +58,8 @@ class Engine:
     those that it loads so alone, by the `model_type` of text models;
     `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
-    the linears that must be such codes.
+    the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
+    it knows (None: by their tensors).
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -110,6 +103,7 @@ class Engine:
     in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
+    expert_dtype: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -156,15 +150,18 @@ class Engine:
         ]
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
-        quantization = config["quantization_config"]
+        model_type, quantization = str(config.get("model_type")), config["quantization_config"]
         scheme = method.read(quantization).narrowed(scales, specs).scheme
         if scheme not in self.reads.get(method.name, ()) or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {_in_words(scheme)}", self.quantisation)]
         found = QuantizedDirectory(
-            quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
+            model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
         served = ServingLayout.of(config, ranks)
-        shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
+        codes = {name: specs[name] for name in scales}
+        schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
+        shapes = (self.check_shape(name, spec, schemes[name], served) for name, spec in codes.items())
+        alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *missing_keys,
             *_other_codes(scales, specs, self.quantisation),
@@ -178,7 +175,9 @@ class Engine:
                 self.quantisation,
             ),
             *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
-            *self.check_blocks(config.get("model_type"), scheme, (name for name in specs if name not in scales)),
+            *self.check_blocks(model_type, scheme, (name for name in specs if name not in scales)),
+            *(alone.other_scales(scales, read) if alone else ()),
+            *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
@@ -219,16 +218,20 @@ class Engine:
         found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
         return [Finding(name, f"experts of a layer {form}", self.quantisation) for name, form in islice(found, 1)]
 
-    def check_blocks(self, model_type: object, scheme: str, values: Iterable[str]) -> list[Finding]:
+    def check_blocks(self, model_type: str, scheme: str, values: Iterable[str]) -> list[Finding]:
         """That a model is in another scheme than the engine has kernels for, or one of these `values` should be codes,
         as a finding."""
-        alone = self.blocks_alone.get(model_type) if isinstance(model_type, str) else None
+        alone = self.blocks_alone.get(model_type)
         if alone is None:
             return []
         if scheme != "block":
             return [Finding("config.json", f"{model_type} with {_in_words(scheme)}", alone.rule)]
-        left = [name for name in values if name.endswith(f".{alone.linear}.weight")]
-        return [Finding(name, "values, and no codes", alone.rule) for name in left[:1]]
+        left = filter(alone.concerns, values)
+        return [Finding(name, "values, and no codes", alone.rule) for name in islice(left, 1)]
+
+    def takes_mxfp4(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
+        """Whether the engine loads MXFP4 beside blocks of FP8 in a model, if only these weights are that."""
+        return str(config.get("model_type")) in self.expert_dtype and all(map(_EXPERT.fullmatch, names))
 
     def kept(
         self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool

@@ -98,11 +98,13 @@ def _first(directory: QuantizedDirectory, *, per_tensor: bool) -> str | None:
 
 def named(weight: str, activation: str) -> Demand:
     """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one; of a
-    weight with blocks `weight_scale_inv`."""
+    weight with blocks `weight_scale_inv`, or, as DeepSeek-V4 is released, `scale`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "fp8" else ():
             one = directory.scheme != "block" and scales.block == sized(TENSOR, directory.specs[name])
+            if directory.model_type == "deepseek_v4" and scales.weight == sibling(name, "scale"):
+                continue
             for found, wanted in ((scales.weight, weight if one else "weight_scale_inv"), (scales.input, activation)):
                 if found and found != sibling(name, wanted):
                     yield found, f"not named {wanted}"

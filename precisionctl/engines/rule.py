@@ -40,12 +40,13 @@ class Finding:
 class QuantizedDirectory:
     """A directory of FP8 codes, as the rules see it.
 
-    quantization: the `quantization_config` of config.json. method, scheme: the quant method and scheme that it names.
-    spelling: the names and shapes of that method's scales. specs: all stored tensors, by name. scales: the names of the
-    scales of each weight that is codes. read: returns a scale's value by its name. hf_quant_config: the content of
-    hf_quant_config.json, if there is one.
+    model_type, quantization: that of config.json, and its `quantization_config`. method, scheme: the quant method and
+    scheme that it names. spelling: the names and shapes of that method's scales. specs: all stored tensors, by name.
+    scales: the names of the scales of each weight that is codes. read: returns a scale's value by its name.
+    hf_quant_config: the content of hf_quant_config.json, if there is one.
     """
 
+    model_type: str
     quantization: Mapping[str, Any]
     method: str
     scheme: str

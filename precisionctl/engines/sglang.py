@@ -1,6 +1,6 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
-from precisionctl.engines.base import BlocksAlone, Engine
+from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
@@ -17,6 +17,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
+from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -84,11 +85,12 @@ ENGINE = Engine(
         "deepseek_v4": BlocksAlone(
             "wo_a",
             EngineRule(
-                "the grouped output projection is multiplied in blocks of FP8, by no other kernel",
+                "the grouped output projection is multiplied in blocks of FP8 under powers of two, by no other kernel",
                 "SGLang models/deepseek_v4.py MQALayer (format_ue8m0), _setup_fp8_wo_a_scales",
             ),
         ),
     },
+    expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),

@@ -10,6 +10,7 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
+from precisionctl.engines.model_rules import ExpertDtype
 from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -89,6 +90,15 @@ ENGINE = Engine(
     loads_own_classes=True,
     one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
     in_one=dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS),  # no converter: 5.23 conversion_mapping.py
+    expert_dtype={
+        "deepseek_v4": ExpertDtype(
+            lambda config: {**config, **config["quantization_config"]}.get("expert_dtype", "fp8"),
+            EngineRule(
+                "expert_dtype says what experts are, that of quantization_config first; a missing one means fp8",
+                "transformers 5.23 models/deepseek_v4/configuration_deepseek_v4.py, utils/quantization_config.py",
+            ),
+        ),
+    },
     fuses=False,
     reads_conv1d=False,
     ignores={

@@ -1,6 +1,6 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
-from precisionctl.engines.base import BlocksAlone, Engine
+from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
@@ -20,6 +20,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -97,8 +98,17 @@ ENGINE = Engine(
         "deepseek_v4": BlocksAlone(
             "wo_a",
             EngineRule(
-                "the grouped output projection is multiplied in blocks of FP8, by no other kernel",
+                "the grouped output projection is multiplied in blocks of FP8 under powers of two, by no other kernel",
                 "vLLM models/deepseek_v4/nvidia/ops/o_proj.py deep_gemm_fp8_o_proj",
+            ),
+        ),
+    },
+    expert_dtype={
+        "deepseek_v4": ExpertDtype(
+            lambda config: config.get("expert_dtype", "fp4"),
+            EngineRule(
+                "expert_dtype says what experts are; a missing one means fp4",
+                "vLLM models/deepseek_v4/quant_config.py DeepseekV4FP8Config.expert_dtype",
             ),
         ),
     },

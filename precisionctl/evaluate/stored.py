@@ -52,7 +52,6 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.model.mlp import check_tables
 from precisionctl.trainer.saved.run_folder import recipe_of_run
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -69,7 +68,6 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
     model = GPT(plan.model, precision, "emulated", dtype.torch, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
-    check_tables(model, reader.path)
     stored = dtype.value
     if plain:
         return model, stored

@@ -247,14 +247,16 @@ def in_scheme(
     refusal: Refusal,
     *,
     why_no_state: str,
+    without_blocks: Sequence[Scheme] = (),
     keep_refused: bool = False,
     kept: Kept | None = None,
 ) -> InScheme:
     """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. A weight with a `refusal` is an error; with `keep_refused` it stays in
-    BF16, and so do the weights that engines want in the same form. `kept` makes the list of what is not quantized. The
-    scheme `static` takes its input scales from `states`; if there are none, `why_no_state` says why.
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error, for which the engine's schemes
+    `without_blocks` may be a way out; with `keep_refused` it stays in BF16, and so do the weights that engines want in
+    the same form. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from
+    `states`; if there are none, `why_no_state` says why.
 
     Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
     are refused and for weights that a family stores transposed (GPT-2's Conv1D).
@@ -264,8 +266,8 @@ def in_scheme(
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         weights = counted(len(refused), "weight has a shape", "weights have shapes")
-        blocks = form.scheme == "block" or form.scheme in FOUR_BITS
-        others = "--scheme static or dynamic, which have no blocks, or " if blocks else ""
+        others = "" if form.scheme in without_blocks else " or ".join(without_blocks)
+        others = others and f"--scheme {others}, without blocks, or "
         raise PrecisionError(
             f"{weights} that the engine refuses, the first is `{name}`: {why}",
             do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "

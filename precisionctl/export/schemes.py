@@ -12,6 +12,21 @@ from precisionctl.quant_methods.base import BLOCKS, CODES, FOUR_BITS, Scheme, si
 from precisionctl.untabled_model import UntabledModel
 
 
+def schemes_of(engine: Engine, plan: Plan, precision: Precision) -> list[Scheme]:
+    """The schemes of eight bits that an engine takes for a plan in BF16, as far as shapes do not matter."""
+    jobs = fp8_jobs(plan, precision)
+    names = [name for job in jobs for name in job.writes]
+    moved = all(job.row.is_row_permutation(plan.model) for job in jobs)
+    return [
+        scheme
+        for scheme, method in engine.spells.items()
+        if scheme not in FOUR_BITS
+        and (scheme == "static" or moved)
+        and not engine.check_experts(names, method, scheme)
+        and not engine.check_blocks(plan.model.architecture, scheme, ())
+    ]
+
+
 def best_scheme(
     engine: Engine,
     plan: Plan,
@@ -28,17 +43,7 @@ def best_scheme(
     scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Four bits are only written
     if they are asked for. Raises PrecisionError if the engine takes none of them.
     """
-    jobs = fp8_jobs(plan, precision)
-    names = [name for job in jobs for name in job.writes]
-    moved = all(job.row.is_row_permutation(plan.model) for job in jobs)
-    schemes = [
-        scheme
-        for scheme, method in engine.spells.items()
-        if scheme not in FOUR_BITS
-        and (scheme == "static" or moved)
-        and not engine.check_experts(names, method, scheme)
-        and not engine.check_blocks(plan.model.architecture, scheme, ())
-    ]
+    schemes, jobs = schemes_of(engine, plan, precision), fp8_jobs(plan, precision)
     for scheme in schemes:
         if encodings and _is_coded(encodings, scheme):
             return scheme, "the weights are FP8 codes of that kind already"

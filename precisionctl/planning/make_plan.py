@@ -93,7 +93,7 @@ def make_plan(
             read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
             for job in row_jobs:
                 read = {name: specs[name] for name in (*job.reads, *job.copies)}
-                checks.check_dtypes({} if isinstance(row, TensorRow) else read, integers=row.integers)
+                checks.check_dtypes({} if isinstance(row, TensorRow) else read, integers=bool(row.integers_below))
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
@@ -210,7 +210,7 @@ def _targets(
     target: Layout,
     dtype: DType | None,
 ) -> dict[str, TensorSpec]:
-    made = None if job.row.keeps_dtype or job.row.integers else dtype
+    made = None if job.row.keeps_dtype or job.row.integers_below else dtype
     if made is None:
         made = _stored_dtype(job, model, specs, source, target)
     parallel = job.row.cut(model) if target == "megatron" else REPLICATED

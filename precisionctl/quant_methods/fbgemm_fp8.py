@@ -5,9 +5,11 @@ token, and their amax is cut off at `activation_scale_ub`. It is read here, and 
 export is made in it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from precisionctl.errors import PrecisionError, shown
 from precisionctl.quant_methods.base import CHANNEL, CacheSpelling, Quantization, QuantMethod, Scheme, Spelling, in_fp8
 
 
@@ -18,7 +20,10 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any]) -> Quantization:
-    """Nothing: there is one way."""
+    """Nothing but the bound, 1200 where there is none: there is one way."""
+    bound = config.get("activation_scale_ub", 1200.0)
+    if type(bound) not in (int, float) or not 0 < bound < math.inf:
+        raise PrecisionError(f"activation_scale_ub is {shown(bound)}, not a positive number", where="config.json")
     return in_fp8([CHANNEL], False)
 
 

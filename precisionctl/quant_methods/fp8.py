@@ -82,6 +82,9 @@ QUANT_METHOD = QuantMethod(
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
         ignored="modules_to_not_convert",
         # DeepSeek's own directories name none of these.
-        never=("lm_head", "shared_head.head", ".gate", "eh_proj"),
+        never=(
+            *("lm_head", "shared_head.head", ".gate", "eh_proj"),
+            *("head", "compressor.wkv", "compressor.wgate", "indexer.weights_proj"),  # V4
+        ),
     ),
 )

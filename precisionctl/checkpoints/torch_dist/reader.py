@@ -43,7 +43,7 @@ from precisionctl.checkpoints.output import chunk_files
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import TensorSpec
+from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
@@ -124,7 +124,10 @@ class TorchDistReader(MegatronDirectory):
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
         text = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
         self.specs = with_towers(text, self.towers, self.path)
-        self._of_optimizer = {name: spec for name, spec in specs.items() if of_optimizer(name)}
+        # Runs of this project once kept copies of what nothing trains, for which no other format has a place
+        self._of_optimizer = {
+            name: spec for name, spec in specs.items() if of_optimizer(name) and not name.endswith(NOT_TRAINED)
+        }
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:

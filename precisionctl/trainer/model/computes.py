@@ -142,6 +142,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     }
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
+        "output_bias": model.output_bias and model.tied_embeddings,
         "dsa": model.dsa and not model.query_latent,
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import Activation, ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
@@ -253,13 +252,3 @@ def _sparsely_mixed(logits: Tensor, number: int, eps: float) -> tuple[Tensor, Te
         chosen.append(expert)
         left = left.scatter(-1, expert, -torch.inf)
     return torch.cat(weights, -1), torch.cat(chosen, -1)
-
-
-def check_tables(model: nn.Module, where: object) -> None:
-    """Raise DamagedCheckpoint if a router's table, loaded from `where`, has a number that is no expert's."""
-    for name, router in model.named_modules():
-        if isinstance(router, Router) and router.tid2eid is not None:
-            least, most = (int(each) for each in router.tid2eid.aminmax())
-            if least < 0 or most >= router.moe.num_experts:
-                what = f"`{name}.tid2eid` has numbers from {least} to {most} for {router.moe.num_experts} experts"
-                raise DamagedCheckpoint(what, where=where)

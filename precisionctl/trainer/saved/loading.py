@@ -35,7 +35,6 @@ from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
-from precisionctl.trainer.model.mlp import check_tables
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import saved_of
@@ -171,7 +170,6 @@ def load_weights(source: Reader, run: Run) -> None:
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
     run.optimizer.publish()
-    check_tables(run.model, source.path)
 
 
 def has_optimizer(source: Reader) -> TypeGuard[MegatronReader | TrainedReader]:
@@ -249,7 +247,6 @@ def load_optimizer(source: MegatronReader | TrainedReader, run: Run, plan: Plan)
             convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
     run.optimizer.steps = trained_run(source).updates
     run.optimizer.publish()
-    check_tables(run.model, source.path)
 
 
 def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:

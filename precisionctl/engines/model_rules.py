@@ -1,0 +1,51 @@
+"""What an engine asks of single models, whose linears it has kernels of their own for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.errors import shown
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.fp8 import expert_dtype
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlocksAlone:
+    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, under scales that it
+    takes for powers of two, by a `rule`."""
+
+    linear: str
+    rule: EngineRule
+
+    def concerns(self, name: str) -> bool:
+        """Whether a weight is such a linear's."""
+        return name.endswith(f".{self.linear}.weight")
+
+    def other_scales(self, scales: Mapping[str, Scales], read: Callable[[str], Tensor]) -> Iterator[Finding]:
+        """Such linears under scales that are no powers of two."""
+        for name in filter(self.concerns, scales):
+            if bool((torch.frexp(read(scales[name].weight).float()).mantissa != 0.5).any()):
+                yield Finding(name, "scales that are no powers of two", self.rule)
+
+
+@dataclass(frozen=True)
+class ExpertDtype:
+    """A model whose experts an engine takes for MXFP4 (`fp4`) or for blocks of FP8 (`fp8`) as config.json `said`, by a
+    `rule`."""
+
+    said: Callable[[Mapping[str, Any]], object]
+    rule: EngineRule
+
+    def contradicted(self, config: Mapping[str, Any], codes: Mapping[str, TensorSpec]) -> Iterator[Finding]:
+        """That config.json says another dtype than experts have."""
+        said, has = self.said(config), expert_dtype(config, codes).get("expert_dtype")
+        if has and said != has:
+            yield Finding("config.json", f"experts are {has}, and taken for {shown(said)}", self.rule)
