@@ -573,7 +573,6 @@ BESIDE_MIXERS_OTHERWISE = {
     "mla": LATENT.mla,
     "gdn": DELTA.gdn,
     "attention_chunk_size": 2,
-    "mtp_num_layers": 1,
 }
 
 

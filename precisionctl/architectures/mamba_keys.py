@@ -1,4 +1,4 @@
-"""config.json's keys of the steps (dt) of Mamba-2 mixers, which are clamped nowhere but in transformers."""
+"""config.json's keys of the steps (dt) of Mamba-2 mixers, which Megatron-Core does not clamp."""
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule
 from precisionctl.errors import UnknownArchitecture, shown
