@@ -48,7 +48,8 @@ said = QuantizationScheme.model_validate(group)
 stored = load_file(Path(target) / "model.safetensors")
 expected = {}
 packed = [name for name in stored if name.endswith("weight_packed")]
-for name in packed or [name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn]:
+codes = (torch.float8_e4m3fn, torch.int8)
+for name in packed or [name for name, values in stored.items() if values.dtype in codes]:
     module = name.removesuffix("_packed").removesuffix("weight")
     parts = {key.removeprefix(module): values for key, values in stored.items() if key.startswith(module)}
     expected[f"{module}weight"] = compressor.decompress(parts, said)["weight"].contiguous()

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import environments
+import four_bit_models
 import fp8_directories
 import pico
 import pytest
@@ -89,6 +90,29 @@ def test_a_conversion_writes_those_values_and_the_way_back_the_same_directory(ma
     values = load_file(tmp_path / "bf16" / "model.safetensors")
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and tensor.shape == after[name].shape
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W8A16"])
+def test_int8_decodes_to_what_it_decompresses_and_comes_back(scheme, tmp_path):
+    """In bytes with a scale for each channel, and in words with one for each 128 inputs."""
+    four_bit_models.save(tmp_path / "source", "llama")
+    command = [environments.llm_compressor(), SCRIPT, tmp_path / "source", tmp_path / "int8", scheme]
+    subprocess.run(command, check=True, capture_output=True)
+    expected = load_file(tmp_path / "int8-expected.safetensors")
+    assert len(expected) == 14
+    for source, target, to, precision in (
+        ("int8", "megatron", "megatron", "keep"),
+        ("megatron", "bf16", "hf", "keep"),
+        ("megatron", "back", "hf", "fp8"),
+    ):
+        execute(plan_command(Request(tmp_path / source, tmp_path / target, to, precision)))
+    values = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert all(torch.equal(bits(values[name]), bits(each)) for name, each in expected.items())
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("int8", "back"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and tensor.shape == after[name].shape
