@@ -54,7 +54,7 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path, spelling:
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({}, "no codes of 4 or 8 bits"),
+        ({}, "no codes of 2, 4 or 8 bits"),
         ({"extra_config": {DOWN: {"group_size": -1}}}, "codes of 8 bits, and config.json"),
     ],
 )

@@ -106,11 +106,11 @@ HOSTILE: dict[str, tuple[str, Callable[[Tensor], Tensor | None], type[Precisionc
     "no scales": ("scales", lambda _: None, DamagedCheckpoint, "no .*up_proj.scales"),
     "words of another dtype": ("qweight", as_int64, DamagedCheckpoint, "up_proj.qweight is int64"),
     "one dimension": ("scales", lambda each: each.view(-1), DamagedCheckpoint, "up_proj.scales is float16 of shape"),
-    "a row less": ("qweight", lambda each: each[1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
-    "an output less": ("scales", lambda each: each[:, 1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
-    "a group less": ("scales", lambda each: each[1:], DamagedCheckpoint, "no codes of 4 or 8 bits"),
-    "two bits": ("qzeros", lambda each: each[:, : each.shape[1] // 2], DamagedCheckpoint, "no codes of 4 or 8 bits"),
-    "an input less": ("g_idx", lambda each: each[:-9], DamagedCheckpoint, "no codes of 4 or 8 bits"),
+    "a row less": ("qweight", lambda each: each[1:], DamagedCheckpoint, "no codes of 2, 4 or 8 bits"),
+    "an output less": ("scales", lambda each: each[:, 1:], DamagedCheckpoint, "no codes of 2, 4 or 8 bits"),
+    "a group less": ("scales", lambda each: each[1:], DamagedCheckpoint, "no codes of 2, 4 or 8 bits"),
+    "two bits": ("qzeros", lambda each: each[:, : each.shape[1] // 2], DamagedCheckpoint, "no codes of 2, 4 or 8 bits"),
+    "an input less": ("g_idx", lambda each: each[:-9], DamagedCheckpoint, "no codes of 2, 4 or 8 bits"),
     "a group that is none": (
         "g_idx",
         lambda each: each + 1,
@@ -186,8 +186,8 @@ def test_other_orders_of_codes_are_refused_by_name(
     [
         ("gptq", {"bits": 8}, "codes of 4 bits, and config.json says `bits` 8"),
         ("awq", {"bits": "4"}, "says `bits` '4'"),
-        ("gptq", {"group_size": 10**30}, "no codes of 4 or 8 bits"),
-        ("gptq-rows", {"group_size": 1000}, "no codes of 4 or 8 bits"),
+        ("gptq", {"group_size": 10**30}, "no codes of 2, 4 or 8 bits"),
+        ("gptq-rows", {"group_size": 1000}, "no codes of 2, 4 or 8 bits"),
         ("gptq-rows", {"desc_act": True}, "no .*g_idx for its codes"),
     ],
 )
@@ -240,7 +240,14 @@ def test_what_gptqmodel_autoawq_and_autoround_have_packed_is_what_they_make_of_i
 def test_there_is_a_golden_file_of_each_way_to_store_zero_points_and_groups() -> None:
     assert {*GOLDEN} == {
         "autoawq-gemm",
-        *("autoround-4-auto_round", "autoround-8-auto_round", "autoround-4-auto_gptq", "autoround-8-auto_gptq"),
+        *(
+            "autoround-2-auto_round",
+            "autoround-2-auto_gptq",
+            "autoround-4-auto_round",
+            "autoround-8-auto_round",
+            "autoround-4-auto_gptq",
+            "autoround-8-auto_gptq",
+        ),
         *("autoround-4-auto_awq", "gptqmodel-4-gptq"),
         *("gptqmodel-4-gptq_v2-desc-act", "gptqmodel-8-gptq", "gptqmodel-8-gptq_v2-desc-act"),
     }

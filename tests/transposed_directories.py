@@ -54,8 +54,9 @@ SPELLINGS = {
         order=(0, 2, 4, 6, 1, 3, 5, 7),
         g_idx=False,
     ),
-    "auto-round": Spelled(_auto_round("auto_round", sym=False), g_idx=False),
+    "auto-round": Spelled(_auto_round("auto_round", sym=False, extra_config={"lm_head": {"bits": 16}}), g_idx=False),
     "auto-round-gptq": Spelled(_auto_round("auto_round:auto_gptq"), less=1, g_idx=False),
+    "auto-round-2": Spelled(_auto_round("auto_round:auto_gptq", bits=2), 2, less=1, g_idx=False),
     "auto-round-8-gptqmodel": Spelled(_auto_round("auto_round:gptqmodel", bits=8), 8),
     "auto-round-awq": Spelled(_auto_round("auto_round:auto_awq"), order=(0, 2, 4, 6, 1, 3, 5, 7), g_idx=False),
 }

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes_directories
 import deepspeed_files
 import nemo_files
 import pico
 import pytest
 import torch
+import torchao_directories
 import trained_models
+import transposed_directories
 import verl_files
 import yaml
 from fp8_directories import make
@@ -148,9 +151,17 @@ def test_the_config_of_an_adapter_by_bridge(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-block", "modelopt-tensor"])
-def test_a_quantization_config(tmp_path: Path, spelling: str) -> None:
-    make(tmp_path, spelling)
+@pytest.mark.parametrize(
+    ("made", "spelling"),
+    [
+        *((make, spelling) for spelling in ("fp8-block", "compressed-block", "modelopt-tensor")),
+        (transposed_directories.make, "auto-round"),
+        (bitsandbytes_directories.make, "nf4"),
+        (torchao_directories.make, "float8-row"),
+    ],
+)
+def test_a_quantization_config(tmp_path: Path, made: Callable[[Path, str], object], spelling: str) -> None:
+    made(tmp_path, spelling)
     config = json.loads((tmp_path / "config.json").read_text())
 
     def write(quantization: object) -> None:
@@ -162,6 +173,40 @@ def test_a_quantization_config(tmp_path: Path, spelling: str) -> None:
         list(reader.encodings.values())
 
     check(config["quantization_config"], IN_JSON, write, read)
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_a_quant_state_of_bitsandbytes(tmp_path: Path) -> None:
+    bitsandbytes_directories.make(tmp_path, "nf4-nested")
+    file, name = tmp_path / "model.safetensors", f"{UP}.quant_state.bitsandbytes__nf4"
+    tensors = load_file(file)
+
+    def write(said: Any) -> None:
+        save_file(tensors | {name: bitsandbytes_directories.quant_state(said)}, file)
+
+    def read() -> None:
+        read_tensor(HuggingFaceReader(tmp_path), UP)
+
+    check(json.loads(bytes(tensors[name].tolist())), IN_JSON, write, read)
+
+
+@pytest.mark.parametrize("spelling", ["float8-row", "int4-group"])
+def test_what_torchao_says_of_a_tensor(tmp_path: Path, spelling: str) -> None:
+    torchao_directories.make(tmp_path, spelling)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+
+    def write(said: object) -> None:
+        save_file(tensors, file, metadata | {UP: json.dumps(said)})
+
+    def read() -> None:
+        read_tensor(HuggingFaceReader(tmp_path), UP)
+
+    check(json.loads(metadata[UP]), IN_JSON, write, read)
 
 
 def described(path: Path) -> tuple[dict[str, torch.Tensor], Any]:

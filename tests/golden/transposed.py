@@ -112,6 +112,6 @@ if __name__ == "__main__":
     gptq(8, "gptq", desc_act=False)
     gptq(8, "gptq_v2", desc_act=True)
     for packing in ("auto_round", "auto_round:auto_gptq"):
-        auto_round(4, packing)
-        auto_round(8, packing)
+        for bits in (2, 4, 8):
+            auto_round(bits, packing)
     auto_round(4, "auto_round:auto_awq")

@@ -152,8 +152,7 @@ class TransposedCodes(DecodedWeights):
         words = self._columns(module, "qzeros", columns, module.in_word)
         if self._words.awq:
             return _in_awq_order(words)
-        stored = words.view(torch.uint8) if module.bits == 8 else nibbles.unpack(words.view(torch.uint8))
-        zeros = stored[:, : columns.stop - columns.start].int()
+        zeros = _apart(words.view(torch.uint8), module.bits)[:, : columns.stop - columns.start].int()
         if self._words.one_less and bool((zeros == (1 << module.bits) - 1).any()):
             what = f"{module.tensor('qzeros')} holds {(1 << module.bits) - 1}, for which readers take 0 or one more"
             raise PrecisionError(
@@ -187,7 +186,7 @@ class TransposedCodes(DecodedWeights):
                 f"{name}.weight is there as values, and as codes: {name}.qweight", where=self._where
             )
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
-        bits = next((bits for bits in (4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
+        bits = next((bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
         if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
@@ -203,7 +202,7 @@ class TransposedCodes(DecodedWeights):
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
             groups_of = " or ".join(map(shown, self._words.group_sizes))
-            what = f"{name} has {shapes} and groups of {groups_of}, which are no codes of 4 or 8 bits"
+            what = f"{name} has {shapes} and groups of {groups_of}, which are no codes of 2, 4 or 8 bits"
             raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
         if self._words.bits and bits not in self._words.bits:
             said = " or ".join(map(shown, self._words.bits))
@@ -220,8 +219,15 @@ def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
         values = torch.empty(len(codes), module.inputs)
         nibbles.decode_asymmetric(codes, "INT4", scales, zeros - 8, values, torch.empty(nibbles.SCRATCH))
         return values.bfloat16()
-    groups = codes[:, : module.inputs].float().view(*scales.shape, -1)
+    groups = _apart(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
     return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1).bfloat16()
+
+
+def _apart(packed: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 `[rows, bytes * 8 / bits]`, of bytes `[rows, bytes]`."""
+    if bits == 2:
+        return torch.stack([packed >> place & 3 for place in (0, 2, 4, 6)], -1).flatten(-2)
+    return nibbles.unpack(packed) if bits == 4 else packed
 
 
 def _in_awq_order(words: Tensor) -> Tensor:
