@@ -13,6 +13,7 @@ from gpt_models import (
     VOCABULARY,
     as_gpt,
     backward,
+    both_gradients,
     converted,
     everywhere,
     same_state,
@@ -118,6 +119,20 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
         expected = theirs(tokens).logits
         assert expected.std() > 0.3
         torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("family", ["mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo"])
+def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Sinks, values of another size, softplus gates, a number of heads by kind of layer, SparseMixer, clamped queries,
+    and LayerNorms without weights."""
+    theirs = transformers_model(family)
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(1))
+    for logits in (theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]):
+        logits.logsumexp(-1).sum().backward()
+    for name, found, expected in both_gradients(theirs, ours):
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
 
 
 @pytest.mark.parametrize(("family", "changes"), MATTERS, ids=lambda value: str(value))
