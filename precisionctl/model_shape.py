@@ -151,6 +151,8 @@ class ModelShape:
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
     logit_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    """Logits are divided by this."""
 
     # Biases that Hugging Face's tensors have; Megatron has one switch for all linears, and one for QKV alone
     qkv_bias: bool = False
@@ -546,5 +548,5 @@ _REALS = (
         "final_logit_softcapping",
         "embedding_multiplier",
     ),
-    *("residual_multiplier", "logit_multiplier"),
+    *("residual_multiplier", "logit_multiplier", "logits_scaling"),
 )

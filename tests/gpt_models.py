@@ -1,5 +1,6 @@
 """Pico models of transformers and the GPTs that compute the same."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from installed import BEFORE_5_23
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import architecture_of, from_hf_config
+from precisionctl.architectures.param_map import names
+from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.model_shape import ModelShape
+from precisionctl.param import NOT_TRAINED
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
@@ -86,6 +90,30 @@ def as_gpt(made: InMemory) -> GPT:
     model = GPT(made.model, PRESETS["bf16"], dtype=torch.float32)
     model.load_state_dict(dict(made.tensors))
     return model
+
+
+def both_gradients(theirs: PreTrainedModel, ours: GPT) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of every parameter that GPT trains, and transformers has: its name, ours, and transformers' in Megatron's layout.
+    What only one of the two trains fails."""
+    expected, left = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    for row in architecture_of(ours.model.architecture).spelled({}, ours.model, in_memory=True):
+        for place in row.places(ours.model) if row.present.in_layout("hf", ours.model) else ():
+            (name,) = names(row, "megatron", place)
+            parameter = left.pop(name)
+            if parameter.requires_grad:
+                merged = row.merge([_gradient(expected, each) for each in names(row, "hf", place)], ours.model)
+                assert parameter.grad is not None, name
+                yield name, parameter.grad[: len(merged)], merged
+            else:
+                assert name.endswith(NOT_TRAINED) or ".indexer." in name, name
+    assert not [name for name, parameter in left.items() if parameter.requires_grad]
+
+
+def _gradient(parameters: dict[str, torch.nn.Parameter], name: str) -> Tensor:
+    base, number = stored_name(name)
+    gradient = parameters[base].grad
+    assert gradient is not None, name
+    return gradient if number is None else gradient[number]
 
 
 def assert_text_is_computed(theirs: PreTrainedModel, directory: Path) -> None:

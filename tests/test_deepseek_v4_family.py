@@ -12,20 +12,16 @@ import pytest
 import torch
 from any_models import export, load_whole, same, stored
 from conversions import run
-from gpt_models import as_gpt, converted
+from gpt_models import as_gpt, both_gradients, converted
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from training import make_source, make_text, settings
 from training import run as run_of
 from transformers import DeepseekV4ForCausalLM
 
-from precisionctl.architectures.deepseek_v4 import ARCHITECTURE
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
-from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.dcp import read_index
-from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
@@ -175,34 +171,11 @@ def test_gradients_are_transformers(tmp_path: Path) -> None:
     tokens = torch.randint(160, (2, 300), generator=torch.Generator().manual_seed(1))
     for logits in (theirs(tokens, use_cache=False).logits, ours(tokens)[..., :160]):
         logits.logsumexp(-1).sum().backward()
-    expected, found = dict(theirs.named_parameters()), dict(ours.named_parameters())
-    compared = set()
-    for row in ARCHITECTURE.spelled({}, ours.model, in_memory=True):
-        for place in row.places(ours.model):
-            (name,) = names(row, "megatron", place)
-            parameter = found[name]
-            if not parameter.requires_grad:
-                assert name.endswith(("tid2eid", "expert_bias")) or ".indexer." in name, name
-                continue
-            parts = [_gradient(expected, each) for each in names(row, "hf", place)]
-            merged = row.merge(parts, ours.model)
-            assert parameter.grad is not None, name
-            # Of the three factors of a hyper-connection it is a sum of which most cancels. Streams are copies of each
-            # other in layer 0, and to mix them has none but rounding's.
-            atol = 1e-5 * max(float(merged.abs().max()), 1e-1 if ".alpha_" in name else 0)
-            gradient = parameter.grad[: len(merged)]
-            torch.testing.assert_close(
-                gradient, merged, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}"
-            )
-            compared.add(name)
-    assert compared == {name for name, parameter in found.items() if parameter.requires_grad}
-
-
-def _gradient(parameters: dict[str, torch.nn.Parameter], name: str) -> Tensor:
-    base, number = stored_name(name)
-    gradient = parameters[base].grad
-    assert gradient is not None, name
-    return gradient if number is None else gradient[number]
+    for name, found, expected in both_gradients(theirs, ours):
+        # Of the three factors of a hyper-connection it is a sum of which most cancels, in an order that depends on the
+        # number of threads. Streams are copies of each other in layer 0, and to mix them has none but rounding's.
+        atol = 1e-5 * max(float(expected.abs().max()), 3e-1 if ".alpha_" in name else 0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
 
 
 def test_texts_that_share_a_row_do_not_see_each_other(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from gpt_models import (
     VOCABULARY,
     as_gpt,
     backward,
+    both_gradients,
     converted,
     everywhere,
     same_state,
@@ -22,7 +23,7 @@ from gpt_models import (
 from in_memory import InMemory
 from torch import Tensor
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape
@@ -79,7 +80,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("cohere2", {"rope_layers": None}),
     ("exaone4", {"rope_layers": None}),
     ("granite", {"residual_multiplier": 1.0}),
-    ("granite", {"logit_multiplier": 1.0}),
+    ("granite", {"logits_scaling": 1.0}),
     ("granite", {"query_pre_attn_scalar": None}),
     ("gpt-neox", {"parallel_residual": False}),
     ("olmo3", {"rotary_base_local": None}),
@@ -118,6 +119,20 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
         expected = theirs(tokens).logits
         assert expected.std() > 0.3
         torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("family", ["mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo"])
+def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Sinks, values of another size, softplus gates, a number of heads by kind of layer, SparseMixer, clamped queries,
+    and LayerNorms without weights."""
+    theirs = transformers_model(family)
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(1))
+    for logits in (theirs(tokens).logits, ours(tokens)[..., :VOCABULARY]):
+        logits.logsumexp(-1).sum().backward()
+    for name, found, expected in both_gradients(theirs, ours):
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
 
 
 @pytest.mark.parametrize(("family", "changes"), MATTERS, ids=lambda value: str(value))
@@ -261,6 +276,15 @@ def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, 
     """Of 8 experts: more groups than there are, the two best of groups of one, four experts of a group of two."""
     with pytest.raises(DamagedCheckpoint, match="experts of .* groups"):
         from_hf_config(pico.make("deepseek-v3").config.to_dict() | changes)
+
+
+def test_granites_logits_are_divided() -> None:
+    """A product with the reciprocal differs in the last bit, in FP32, and 49 did not come back."""
+    model = from_hf_config(pico.make("granite", logits_scaling=49.0).config.to_dict())
+    gpt = GPT(model, BF16, dtype=torch.float32)
+    hidden = torch.randn(50, model.hidden_size, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(gpt.logits(hidden), hidden @ gpt.output_weight.T / 49)
+    assert to_hf_config(model, "bfloat16")["logits_scaling"] == 49
 
 
 def test_a_bias_of_a_tied_output_layer_is_not_computed() -> None:

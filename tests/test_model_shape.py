@@ -23,7 +23,7 @@ NUMBERS = ("mtp_num_layers", "num_kv_shared_layers")
 REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("embedding_multiplier", "residual_multiplier", "logit_multiplier"),
+    *("embedding_multiplier", "residual_multiplier", "logit_multiplier", "logits_scaling"),
 )
 OF_EXPERTS = (
     *("num_experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size"),

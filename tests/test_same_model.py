@@ -306,6 +306,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "pre_layernorms": False,
             "residual_multiplier": 0.5,
             "logit_multiplier": 2.0,
+            "logits_scaling": 2.0,
             "parallel_residual": True,
             "tied_embeddings": True,
             "num_query_groups": 4,

@@ -26,12 +26,12 @@ from precisionctl.model_shape import ModelShape
 def _read_scales(config: Config, where: object) -> Fields:
     keys = ("attention_multiplier", "logits_scaling")
     attention, logits = (real(1.0 if config.get(key) is None else config[key], key, where) for key in keys)
-    return {"query_pre_attn_scalar": attention**-2, "logit_multiplier": 1 / logits}
+    return {"query_pre_attn_scalar": attention**-2, "logits_scaling": logits}
 
 
 def _write_scales(model: ModelShape) -> Config:
     attention = model.query_pre_attn_scalar or model.kv_channels
-    return {"attention_multiplier": attention**-0.5, "logits_scaling": 1 / model.logit_multiplier}
+    return {"attention_multiplier": attention**-0.5, "logits_scaling": model.logits_scaling}
 
 
 MULTIPLIERS: tuple[Entry, ...] = (

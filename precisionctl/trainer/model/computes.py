@@ -32,7 +32,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     **dict.fromkeys(("global_attention.keys_are_values", "global_attention.rotary_percent"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
-    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate", "moe.shared_average"), ANY),
+    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "logits_scaling"), ANY),
+    **dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"), ANY),
     **dict.fromkeys(
         ("rope_scaling", "mla", "dsa", "msa", "csa", "mhc", "moe", "gdn", "mamba", "attention_output_gate"), ANY
     ),  # kinds of scaling: `rope.py`; the others by their own fields

@@ -144,6 +144,8 @@ class GPT(nn.Module):
         logits = product(F.linear, hidden, self.output_weight, bias)
         if self.model.logit_multiplier != 1:
             logits = logits * self.model.logit_multiplier
+        if self.model.logits_scaling != 1:
+            logits = logits / self.model.logits_scaling
         cap = self.model.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
