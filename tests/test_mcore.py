@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import torch
 from core_models import logical, peer
@@ -121,6 +122,21 @@ def test_what_megatron_core_is_not_asked_for_is_refused_before_anything_is_read(
     with pytest.raises(RecipeError, match=words):
         dry_run(in_core(place, "refused", **changes), CORE)
     assert not (place / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("nemotron-h", "Mamba-2 mixers"),
+        ("qwen3-next", "gated delta nets"),
+        ("glm-moe-dsa", "indexers"),
+        ("deepseek-v4", "hyper-connections"),
+    ],
+)
+def test_models_whose_layers_are_not_built_are_refused(family: str, part: str) -> None:
+    """Megatron-Core computes them, by other specs of layers than a GPTModel's."""
+    with pytest.raises(UnknownArchitecture, match=f"no layers with {part}"):
+        train_in_core.check_model(pico.shape(family).padded(1), load_recipe("bf16"))
 
 
 def test_sizes_must_divide_the_model(place: Path) -> None:

@@ -142,14 +142,25 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         )
 
 
+_BUNDLED = "Leave --engine out: the bundled trainer computes it as it is."
+
+
 def check_model(model: ModelShape, recipe: Recipe) -> None:
-    """Raise UnknownArchitecture for a model that Megatron-Core computes otherwise, RecipeError for one that does not
-    divide by the parallel sizes."""
+    """Raise UnknownArchitecture for a model that Megatron-Core computes otherwise, or whose layers `make_stage` does
+    not build; RecipeError for one that does not divide by the parallel sizes."""
     if other := otherwise_in_megatron(model):
         raise UnknownArchitecture(
             f"Megatron-Core computes `{model.architecture}` differently: {', '.join(other)}",
-            do="Leave --engine out: the bundled trainer computes it as it is.",
+            do=_BUNDLED,
         )
+    parts = {
+        "Mamba-2 mixers": model.mamba,
+        "gated delta nets": model.gdn,
+        "indexers": model.dsa,
+        "hyper-connections": model.mhc,
+    }
+    if unbuilt := [part for part, has in parts.items() if has]:
+        raise UnknownArchitecture(f"no layers with {unbuilt[0]} are built here in Megatron-Core", do=_BUNDLED)
     sizes = recipe.parallel
     divided = {
         "layers": (model.num_layers, sizes.pipeline * sizes.virtual),
