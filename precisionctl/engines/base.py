@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import precisionctl.engines
 from precisionctl.discover import discover_names
-from precisionctl.dtypes import DType
 from precisionctl.engines.cache_rules import cache_scales_of_latents
+from precisionctl.engines.code_rules import (
+    EXPERT,
+    linears,
+    other_codes,
+    partly_quantized,
+    unequal_experts,
+    unequal_in_group,
+    wrong_scales,
+    wrongly_ignored,
+)
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
@@ -26,7 +35,7 @@ from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDire
 from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme
+from precisionctl.quant_methods.base import FOUR_BITS, Scheme
 from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 
 if TYPE_CHECKING:
@@ -34,13 +43,8 @@ if TYPE_CHECKING:
 
 _USABLE = EngineRule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754")
 
-FLOATS = (DType.float32, DType.bfloat16, DType.float16)
-"""The dtypes of scales that every engine loads; llm-compressor writes scales in the model's dtype."""
-
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""
-
-_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -164,11 +168,11 @@ class Engine:
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *missing_keys,
-            *_other_codes(scales, specs, self.quantisation),
-            *_wrong_scales(found, self.scales),
+            *other_codes(scales, specs, self.quantisation),
+            *wrong_scales(found, self.scales),
             *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
-            *_wrongly_ignored(
+            *wrongly_ignored(
                 found,
                 self.ignores.get((method.name, scheme)) or self.ignores[method.name],
                 self._names(config, found),
@@ -179,9 +183,9 @@ class Engine:
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
-            *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
-            *_unequal_experts(scales, read, self.experts),
+            *partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
+            *unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
+            *unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
@@ -206,7 +210,7 @@ class Engine:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
         known = FOUR_BITS.get(scheme, scheme)
         read = known in self.reads_experts.get(method, ())
-        experts = [] if read else [name for name in names if _EXPERT.fullmatch(name)]
+        experts = [] if read else [name for name in names if EXPERT.fullmatch(name)]
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
@@ -231,7 +235,7 @@ class Engine:
 
     def takes_mxfp4(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
         """Whether the engine loads MXFP4 beside blocks of FP8 in a model, if only these weights are that."""
-        return str(config.get("model_type")) in self.expert_dtype and all(map(_EXPERT.fullmatch, names))
+        return str(config.get("model_type")) in self.expert_dtype and all(map(EXPERT.fullmatch, names))
 
     def kept(
         self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool
@@ -245,7 +249,7 @@ class Engine:
             values = [*values, *(rf"re:{re.escape(experts)}\.0\..+" for experts in stacked)]
         if not self.renames:
             return values
-        codes = [name for name in codes if not _EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
+        codes = [name for name in codes if not EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
         taken = {name for names in possible(config, codes).values() for name in names}
         named = (name for names in possible(config, values).values() for name in names)
         heads = [f"re:{_HEADS}"] if tied and method == "compressed-tensors" else []
@@ -270,10 +274,10 @@ class Engine:
 
     def _names(self, config: Mapping[str, Any], directory: QuantizedDirectory) -> dict[str, list[str]]:
         """The names in memory under which the engine looks for modules in its list."""
-        modules = [name.removesuffix(".weight") for name in _linears(directory.specs)]
+        modules = [name.removesuffix(".weight") for name in linears(directory.specs)]
         if not self.renames or directory.method != "compressed-tensors":  # of others it renames the list too
             return {module: [module] for module in modules}
-        alone = [module for module in modules if not _EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
+        alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = renamed(config, alone)
         return {module: found.get(module) or [module] for module in modules}
 
@@ -299,111 +303,3 @@ def engines() -> dict[str, Engine]:
 
 def _in_words(scheme: str) -> str:
     return f"{scheme} weights" if scheme in FOUR_BITS.values() else f"{scheme} activations"
-
-
-def _other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
-    """Weights whose codes of eight bits are not E4M3, which no engine takes."""
-    for name in scales:
-        if specs[name].packing is None and specs[name].dtype != CODES:
-            yield Finding(name, f"{specs[name].dtype} codes", rule)
-
-
-def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
-    """Scales of a shape or dtype that the scheme does not have."""
-    specs, scheme = directory.specs, directory.scheme
-    if scheme in FOUR_BITS.values():
-        return  # codes are not recognised with others
-    exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
-    dtypes = exponents.get(scheme, FLOATS)
-    for weight, scales in directory.scales.items():
-        for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
-            stored = specs[name]
-            one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
-            if stored.shape != spec.shape and not one:
-                yield Finding(name, f"shape {list(stored.shape)}, not {list(spec.shape)}", rule)
-            if stored.dtype not in dtypes:
-                yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
-
-
-def _wrongly_ignored(
-    directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
-) -> Iterator[Finding]:
-    """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
-    is_ignored = ignore_list.of(directory.quantization)
-    for name in _linears(directory.specs):
-        module, coded = name.removesuffix(".weight"), name in directory.scales
-        for called in in_memory[module]:
-            ignored = is_ignored(called)
-            which = "its module" if called == module else f"its module, in memory `{called}`,"
-            if coded and ignored:
-                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
-            if not coded and not ignored and not called.endswith(directory.spelling.never):
-                yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
-
-
-def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Weights of two dimensions that are not embeddings: what `targets: [Linear]` means."""
-    weights = [name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2]
-    return [name for name in weights if "embed" not in name]
-
-
-def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
-    """The weights of each group of linears that engines fuse."""
-    for group in groups:
-        first = f".{group[0]}.weight"
-        for name in specs:
-            if name.endswith(first):
-                stem = name.removesuffix(first)
-                yield [found for part in group if (found := f"{stem}.{part}.weight") in specs]
-
-
-def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
-    """The weights of a layer's experts, by their part: an engine gives them one scheme, and one input scale."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        if match := _EXPERT.fullmatch(name):
-            found.setdefault((match[1], match[2]), []).append(name)
-    return found
-
-
-def _partly_quantized(
-    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
-) -> Iterator[Finding]:
-    """Fused linears, or a layer's experts, of which only some are FP8 codes."""
-    for group in (*_groups(specs, fused), *_experts(specs).values()):
-        quantised = [name for name in group if name in scales]
-        if quantised and len(quantised) < len(group):
-            yield Finding(
-                quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
-            )
-
-
-def _unequal_in_group(
-    scales: Mapping[str, Scales],
-    read: Callable[[str], Tensor],
-    fixed: EngineRule,
-    global_ones: EngineRule,
-    fused: Iterable[tuple[str, ...]],
-) -> Iterator[Finding]:
-    """Fused linears with static scales, or global ones, that differ."""
-    for group in _groups(scales, fused):
-        found = [scales[name] for name in group]
-        static = [each for each in found if each.input is not None]
-        for kind, names, rule in (
-            ("weight", [each.weight for each in static if each.global_scale is None], fixed),
-            ("global weight", [each.global_scale for each in found if each.global_scale], global_ones),
-            ("input", [each.input for each in static if each.input], fixed),
-        ):
-            values = [float(read(name)) for name in names]
-            if len(set(values)) > 1:
-                yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
-
-
-def _unequal_experts(
-    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule
-) -> Iterator[Finding]:
-    """Layers whose experts have static input scales that differ."""
-    for experts in _experts(scales).values():
-        inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
-        if len(inputs) > 1:
-            yield Finding(experts[0], f"input scales of experts differ, {min(inputs)} to {max(inputs)}", rule)

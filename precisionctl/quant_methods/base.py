@@ -70,7 +70,7 @@ BLOCKS: Mapping[Scheme, Block] = {
 
 FLOATS = (DType.float32, DType.bfloat16, DType.float16)
 EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
-"""Dtypes that a tensor of scales may have; bytes are exponents."""
+"""Dtypes that a tensor of scales may have; llm-compressor writes the model's. Bytes are exponents."""
 
 
 @dataclass(frozen=True)

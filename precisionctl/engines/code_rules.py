@@ -1,0 +1,125 @@
+"""What every engine asks of codes and their scales: dtypes, shapes, the list of ignored modules, and what is computed
+as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.dtypes import DType
+from precisionctl.engines.ignore_lists import IgnoreList
+from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import CODES, FLOATS, FOUR_BITS, Scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
+
+
+def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
+    """Weights whose codes of eight bits are not E4M3, which no engine takes."""
+    for name in scales:
+        if specs[name].packing is None and specs[name].dtype != CODES:
+            yield Finding(name, f"{specs[name].dtype} codes", rule)
+
+
+def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
+    """Scales of a shape or dtype that the scheme does not have."""
+    specs, scheme = directory.specs, directory.scheme
+    if scheme in FOUR_BITS.values():
+        return  # codes are not recognised with others
+    exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
+    dtypes = exponents.get(scheme, FLOATS)
+    for weight, scales in directory.scales.items():
+        for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
+            stored = specs[name]
+            one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
+            if stored.shape != spec.shape and not one:
+                yield Finding(name, f"shape {list(stored.shape)}, not {list(spec.shape)}", rule)
+            if stored.dtype not in dtypes:
+                yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
+
+
+def wrongly_ignored(
+    directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
+) -> Iterator[Finding]:
+    """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
+    is_ignored = ignore_list.of(directory.quantization)
+    for name in linears(directory.specs):
+        module, coded = name.removesuffix(".weight"), name in directory.scales
+        for called in in_memory[module]:
+            ignored = is_ignored(called)
+            which = "its module" if called == module else f"its module, in memory `{called}`,"
+            if coded and ignored:
+                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
+            if not coded and not ignored and not called.endswith(directory.spelling.never):
+                yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
+
+
+def linears(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Weights of two dimensions that are not embeddings: what `targets: [Linear]` means."""
+    weights = [name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2]
+    return [name for name in weights if "embed" not in name]
+
+
+def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
+    """The weights of each group of linears that engines fuse."""
+    for group in groups:
+        first = f".{group[0]}.weight"
+        for name in specs:
+            if name.endswith(first):
+                stem = name.removesuffix(first)
+                yield [found for part in group if (found := f"{stem}.{part}.weight") in specs]
+
+
+def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
+    """The weights of a layer's experts, by their part: an engine gives them one scheme, and one input scale."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        if match := EXPERT.fullmatch(name):
+            found.setdefault((match[1], match[2]), []).append(name)
+    return found
+
+
+def partly_quantized(
+    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
+) -> Iterator[Finding]:
+    """Fused linears, or a layer's experts, of which only some are FP8 codes."""
+    for group in (*_groups(specs, fused), *_experts(specs).values()):
+        quantised = [name for name in group if name in scales]
+        if quantised and len(quantised) < len(group):
+            yield Finding(
+                quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
+            )
+
+
+def unequal_in_group(
+    scales: Mapping[str, Scales],
+    read: Callable[[str], Tensor],
+    fixed: EngineRule,
+    global_ones: EngineRule,
+    fused: Iterable[tuple[str, ...]],
+) -> Iterator[Finding]:
+    """Fused linears with static scales, or global ones, that differ."""
+    for group in _groups(scales, fused):
+        found = [scales[name] for name in group]
+        static = [each for each in found if each.input is not None]
+        for kind, names, rule in (
+            ("weight", [each.weight for each in static if each.global_scale is None], fixed),
+            ("global weight", [each.global_scale for each in found if each.global_scale], global_ones),
+            ("input", [each.input for each in static if each.input], fixed),
+        ):
+            values = [float(read(name)) for name in names]
+            if len(set(values)) > 1:
+                yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
+
+
+def unequal_experts(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule) -> Iterator[Finding]:
+    """Layers whose experts have static input scales that differ."""
+    for experts in _experts(scales).values():
+        inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
+        if len(inputs) > 1:
+            yield Finding(experts[0], f"input scales of experts differ, {min(inputs)} to {max(inputs)}", rule)
