@@ -214,6 +214,17 @@ def test_a_published_model_comes_back_with_its_routers_in_fp32(tmp_path: Path) -
     assert_same(stored(tmp_path / "back"), tensors)
 
 
+def test_what_transformers_has_in_memory_comes_back_under_these_names(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", WRAPPER, in_memory=True, dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", workers=1)
+    for source in ("megatron", "hf"):
+        run(tmp_path / source, tmp_path / f"from {source}", "hf", workers=1)
+        assert_same(stored(tmp_path / f"from {source}"), stored(tmp_path / "hf"))
+    run(tmp_path / "hf", tmp_path / "dcp", "hf", container="dcp", workers=1)
+    run(tmp_path / "dcp", tmp_path / "again", "hf", workers=1)
+    assert_same(stored(tmp_path / "again"), stored(tmp_path / "hf"))
+
+
 def test_mxfp8_becomes_values_in_megatron_and_the_same_codes_again(tmp_path: Path) -> None:
     published(tmp_path / "hf")
     export(tmp_path / "hf", tmp_path / "mxfp8", "mxfp8", "sglang")

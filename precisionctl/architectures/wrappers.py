@@ -290,7 +290,9 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
 
     def renamed_either(either: Either) -> Either:
         first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))
-        return Either(second, first, in_memory=True) if kind.second else replace(either, first=first, second=second)
+        if kind.second and wrapper.body == kind.body:  # as published
+            return Either(second, first, in_memory=True)
+        return replace(either, first=first, second=second)
 
     return WrappedArchitecture(
         model_types=family.model_types,
