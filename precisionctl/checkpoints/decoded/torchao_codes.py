@@ -69,7 +69,7 @@ class _Said:
 
 
 @dataclass(frozen=True)
-class _Flattened:
+class _FlatTensor:
     """A weight's shape, its stored tensors, how many rows and columns share a scale, and the dtype of its values."""
 
     of: _Class
@@ -85,7 +85,7 @@ class TorchaoCodes(DecodedWeights):
     """The weights of a directory that transformers saved with torchao."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        self._weights: dict[str, _Flattened] = {}
+        self._weights: dict[str, _FlatTensor] = {}
         for name, said in self._described().items():
             self._weights |= self._coded(name, said)
         found = self._weights.values()
@@ -108,7 +108,7 @@ class TorchaoCodes(DecodedWeights):
                 raise DamagedCheckpoint(what, where=self._where)
         return torch.cat(made)
 
-    def _of_elements(self, coded: _Flattened, row: int, rows: int) -> Tensor:
+    def _of_elements(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
         """Values of rows in FP32, `[rows, blocks, columns of a block]`."""
         shared = coded.block[0]
         first, stop = row // shared, (row + rows - 1) // shared + 1
@@ -122,7 +122,7 @@ class TorchaoCodes(DecodedWeights):
             values -= every(coded.zeros)
         return values.mul_(every(coded.scale))
 
-    def _of_bytes(self, coded: _Flattened, row: int, rows: int) -> Tensor:
+    def _of_bytes(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
         """The same, of codes of four bits, -8 to 7."""
 
         def every(name: str) -> Tensor:
@@ -144,7 +144,7 @@ class TorchaoCodes(DecodedWeights):
         parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items() if said[:1] == "{"}
         return {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
 
-    def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _Flattened]:
+    def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
         it, that are not read."""
         kind = said["_type"]
@@ -178,7 +178,7 @@ class TorchaoCodes(DecodedWeights):
             yield f"[{count}]"
             count += 1
 
-    def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _Flattened:
+    def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _FlatTensor:
         """Raises DamagedCheckpoint for tensors that do not fit one another."""
         if name in self._stored.specs:
             raise DamagedCheckpoint(f"{name} is there as values, and as codes: {prefix}qdata{index}", where=self._where)
@@ -205,7 +205,9 @@ class TorchaoCodes(DecodedWeights):
             raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
         codes_at, scale_at = f"{prefix}qdata{index}", f"{prefix}scale{index}"
         zeros_at = f"{prefix}zero_point{index}" if "zero_point" in said.tensors else None
-        return _Flattened(said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype)
+        return _FlatTensor(
+            said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype
+        )
 
     def _present(self, name: str) -> TensorSpec:
         if name not in self._stored.specs:
