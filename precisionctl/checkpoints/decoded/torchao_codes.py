@@ -36,7 +36,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Class:
+class _TensorClass:
     """One of torchao's: the dtypes of its codes, the tensors that it has or may have, and what it is in words.
     `packed`: a byte has two codes of four bits, the first in its low half."""
 
@@ -47,11 +47,11 @@ class _Class:
 
 
 _SCALES, _ZEROS = frozenset({"qdata", "scale"}), frozenset({"qdata", "scale", "zero_point"})
-_CLASSES: Mapping[str, _Class] = {
-    "Float8Tensor": _Class((DType.float8_e4m3fn, DType.float8_e5m2), (_SCALES,), "FP8 codes"),
-    "Int8Tensor": _Class((DType.int8,), (_SCALES, _ZEROS), "INT8 codes"),
-    "IntxUnpackedToInt8Tensor": _Class((DType.int8,), (_ZEROS,), "integers in INT8"),
-    "Int4Tensor": _Class((DType.int8,), (_ZEROS,), "INT4 codes", packed=True),
+_TENSOR_CLASSES: Mapping[str, _TensorClass] = {
+    "Float8Tensor": _TensorClass((DType.float8_e4m3fn, DType.float8_e5m2), (_SCALES,), "FP8 codes"),
+    "Int8Tensor": _TensorClass((DType.int8,), (_SCALES, _ZEROS), "INT8 codes"),
+    "IntxUnpackedToInt8Tensor": _TensorClass((DType.int8,), (_ZEROS,), "integers in INT8"),
+    "Int4Tensor": _TensorClass((DType.int8,), (_ZEROS,), "INT4 codes", packed=True),
 }
 
 
@@ -61,7 +61,7 @@ class _Said:
     scale (none: all of them), and the dtype of its values; of packed codes that is the dtype of their scales, and their
     `shape` is said."""
 
-    of: _Class
+    of: _TensorClass
     tensors: frozenset[str]
     block: tuple[int, ...]
     dtype: DType | None
@@ -72,7 +72,7 @@ class _Said:
 class _FlatTensor:
     """A weight's shape, its stored tensors, how many rows and columns share a scale, and the dtype of its values."""
 
-    of: _Class
+    of: _TensorClass
     shape: tuple[int, int]
     codes: str
     scale: str
@@ -148,11 +148,11 @@ class TorchaoCodes(DecodedWeights):
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
         it, that are not read."""
         kind = said["_type"]
-        if not isinstance(kind, str) or kind not in _CLASSES:
+        if not isinstance(kind, str) or kind not in _TENSOR_CLASSES:
             what = f"{shown(name)} is torchao's {shown(kind)}, which is not read"
             raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
         with damage(f"what is said of {shown(name)} makes no sense", self._where):
-            tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _CLASSES[kind]
+            tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _TENSOR_CLASSES[kind]
             dtype = None if of.packed else DType(data["dtype"]["_data"])
             shape = sizes(data["shape"]) if of.packed else ()
             described = _Said(of, tensors, sizes(data["block_size"] or []), dtype, shape)
