@@ -138,10 +138,11 @@ class TorchaoCodes(DecodedWeights):
         """What the files' metadata say of each weight that is a subclass's."""
         found: dict[str, str] = {}
         for file in sorted({place for place, _ in self._stored.places.values()}):
-            for name, said in read_described(file)[1].items():
+            objects = {name: said for name, said in read_described(file)[1].items() if said[:1] == "{"}
+            for name, said in objects.items():
                 if found.setdefault(name, said) != said:
                     raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
-        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items() if said[:1] == "{"}
+        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items()}
         return {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
 
     def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
