@@ -17,22 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import nibbles
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_PIECE = 1 << 20
-"""Values that are decoded at once, for which several times as much memory is needed."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +96,10 @@ class TorchaoCodes(DecodedWeights):
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         coded, columns = self._weights[name], self.specs[name].columns
         made = []
-        for first, count in in_pieces(row, rows, columns, _PIECE):
+        for first, count in in_pieces(row, rows, columns, PIECE):
             values = (self._of_bytes if coded.of.packed else self._of_elements)(coded, first, count)
-            made.append(values.view(count, columns).to(coded.dtype.torch).bfloat16())
-            if not bool(made[-1].isfinite().all()):
-                what = f"`{name}` has values that are infinite or NaN, by {coded.codes} and {coded.scale}"
-                raise DamagedCheckpoint(what, where=self._where)
+            rounded = values.view(count, columns).to(coded.dtype.torch)
+            made.append(self._in_bf16(name, rounded, coded.scale))
         return torch.cat(made)
 
     def _of_elements(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
@@ -209,8 +203,3 @@ class TorchaoCodes(DecodedWeights):
         return _FlatTensor(
             said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype
         )
-
-    def _present(self, name: str) -> TensorSpec:
-        if name not in self._stored.specs:
-            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
-        return self._stored.specs[name]
