@@ -99,7 +99,7 @@ def test_there_is_a_golden_weight_of_each_class_block_and_dtype() -> None:
 def test_how_rows_are_cut_does_not_matter(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"moe_intermediate_size": 96, "num_hidden_layers": 2}
     values = torchao_directories.make(tmp_path, spelling, "qwen3-moe", **sizes)
-    monkeypatch.setattr(torchao_codes, "_PIECE", 300)
+    monkeypatch.setattr(torchao_codes, "PIECE", 300)
     reader = open_checkpoint(tmp_path)
     name = next(name for name in values if ".experts.1.down_proj" in name)
     assert torch.equal(read_tensor(reader, name), values[name])

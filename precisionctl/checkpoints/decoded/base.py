@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
 """What to do about codes that are not read."""
+
+
+PIECE = 1 << 20
+"""Values that are decoded at once, for which several times as much memory is needed."""
 
 
 class DecodedWeights(ABC):
@@ -48,6 +53,20 @@ class DecodedWeights(ABC):
     @abstractmethod
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         """Rows `[row, row + rows)` of a weight, BF16. Raises DamagedCheckpoint for scales that make no numbers."""
+
+    def _present(self, name: str) -> TensorSpec:
+        """A stored tensor. Raises DamagedCheckpoint if it is not there."""
+        if name not in self._stored.specs:
+            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
+        return self._stored.specs[name]
+
+    def _in_bf16(self, name: str, values: Tensor, scales: str) -> Tensor:
+        """Values of a weight, rounded. Raises DamagedCheckpoint for any that is infinite or NaN, by these `scales`."""
+        rounded = values.bfloat16()
+        if not bool(rounded.isfinite().all()):
+            what = f"`{name}` has values that are infinite or NaN, by its codes and {scales}"
+            raise DamagedCheckpoint(what, where=self._where)
+        return rounded
 
     @property
     def words(self) -> str:

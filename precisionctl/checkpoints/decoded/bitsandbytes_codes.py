@@ -16,19 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import in_pieces, read_bytes, read_rows, read_tensor
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, PIECE, DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_PIECE = 1 << 20
-"""Values that are decoded at once, for which several times as much memory is needed."""
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -125,17 +121,14 @@ class BitsAndBytesCodes(DecodedWeights):
 
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         made = []
-        for first, count in in_pieces(row, rows, self.specs[name].columns, _PIECE):
+        for first, count in in_pieces(row, rows, self.specs[name].columns, PIECE):
             if scales := self._rows_of_int8.get(name):
                 values = read_rows(self._stored, name, first, count).float()
                 values *= read_rows(self._stored, scales, first, count)
                 values *= _PER_INT8
             else:
                 values = self._four_bits(name, first, count)
-            made.append(values.bfloat16())
-            if not bool(made[-1].isfinite().all()):
-                what = f"`{name}` has values that are infinite or NaN, by its {scales or 'absmax'}"
-                raise DamagedCheckpoint(what, where=self._where)
+            made.append(self._in_bf16(name, values, scales or f"{name}.absmax"))
         return torch.cat(made)
 
     def _four_bits(self, name: str, row: int, rows: int) -> Tensor:
@@ -244,8 +237,3 @@ class BitsAndBytesCodes(DecodedWeights):
         if (spec.shape, spec.dtype) != (shape, dtype):
             what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {dtype} of {shown(shape)}"
             raise DamagedCheckpoint(what, where=self._where)
-
-    def _present(self, name: str) -> TensorSpec:
-        if name not in self._stored.specs:
-            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
-        return self._stored.specs[name]

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
+from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import nibbles
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import sizes
@@ -31,12 +30,9 @@ from precisionctl.untrusted.safe_pickle import sizes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 20
-"""Values that are decoded at once, for which several times as much memory is needed."""
-
 
 @dataclass(frozen=True)
-class _Class:
+class _TensorClass:
     """One of torchao's: the dtypes of its codes, the tensors that it has or may have, and what it is in words.
     `packed`: a byte has two codes of four bits, the first in its low half."""
 
@@ -47,11 +43,11 @@ class _Class:
 
 
 _SCALES, _ZEROS = frozenset({"qdata", "scale"}), frozenset({"qdata", "scale", "zero_point"})
-_CLASSES: Mapping[str, _Class] = {
-    "Float8Tensor": _Class((DType.float8_e4m3fn, DType.float8_e5m2), (_SCALES,), "FP8 codes"),
-    "Int8Tensor": _Class((DType.int8,), (_SCALES, _ZEROS), "INT8 codes"),
-    "IntxUnpackedToInt8Tensor": _Class((DType.int8,), (_ZEROS,), "integers in INT8"),
-    "Int4Tensor": _Class((DType.int8,), (_ZEROS,), "INT4 codes", packed=True),
+_TENSOR_CLASSES: Mapping[str, _TensorClass] = {
+    "Float8Tensor": _TensorClass((DType.float8_e4m3fn, DType.float8_e5m2), (_SCALES,), "FP8 codes"),
+    "Int8Tensor": _TensorClass((DType.int8,), (_SCALES, _ZEROS), "INT8 codes"),
+    "IntxUnpackedToInt8Tensor": _TensorClass((DType.int8,), (_ZEROS,), "integers in INT8"),
+    "Int4Tensor": _TensorClass((DType.int8,), (_ZEROS,), "INT4 codes", packed=True),
 }
 
 
@@ -61,7 +57,7 @@ class _Said:
     scale (none: all of them), and the dtype of its values; of packed codes that is the dtype of their scales, and their
     `shape` is said."""
 
-    of: _Class
+    of: _TensorClass
     tensors: frozenset[str]
     block: tuple[int, ...]
     dtype: DType | None
@@ -69,10 +65,10 @@ class _Said:
 
 
 @dataclass(frozen=True)
-class _Flattened:
+class _FlatTensor:
     """A weight's shape, its stored tensors, how many rows and columns share a scale, and the dtype of its values."""
 
-    of: _Class
+    of: _TensorClass
     shape: tuple[int, int]
     codes: str
     scale: str
@@ -85,7 +81,7 @@ class TorchaoCodes(DecodedWeights):
     """The weights of a directory that transformers saved with torchao."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        self._weights: dict[str, _Flattened] = {}
+        self._weights: dict[str, _FlatTensor] = {}
         for name, said in self._described().items():
             self._weights |= self._coded(name, said)
         found = self._weights.values()
@@ -100,15 +96,13 @@ class TorchaoCodes(DecodedWeights):
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         coded, columns = self._weights[name], self.specs[name].columns
         made = []
-        for first, count in in_pieces(row, rows, columns, _PIECE):
+        for first, count in in_pieces(row, rows, columns, PIECE):
             values = (self._of_bytes if coded.of.packed else self._of_elements)(coded, first, count)
-            made.append(values.view(count, columns).to(coded.dtype.torch).bfloat16())
-            if not bool(made[-1].isfinite().all()):
-                what = f"`{name}` has values that are infinite or NaN, by {coded.codes} and {coded.scale}"
-                raise DamagedCheckpoint(what, where=self._where)
+            rounded = values.view(count, columns).to(coded.dtype.torch)
+            made.append(self._in_bf16(name, rounded, coded.scale))
         return torch.cat(made)
 
-    def _of_elements(self, coded: _Flattened, row: int, rows: int) -> Tensor:
+    def _of_elements(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
         """Values of rows in FP32, `[rows, blocks, columns of a block]`."""
         shared = coded.block[0]
         first, stop = row // shared, (row + rows - 1) // shared + 1
@@ -122,7 +116,7 @@ class TorchaoCodes(DecodedWeights):
             values -= every(coded.zeros)
         return values.mul_(every(coded.scale))
 
-    def _of_bytes(self, coded: _Flattened, row: int, rows: int) -> Tensor:
+    def _of_bytes(self, coded: _FlatTensor, row: int, rows: int) -> Tensor:
         """The same, of codes of four bits, -8 to 7."""
 
         def every(name: str) -> Tensor:
@@ -138,21 +132,22 @@ class TorchaoCodes(DecodedWeights):
         """What the files' metadata say of each weight that is a subclass's."""
         found: dict[str, str] = {}
         for file in sorted({place for place, _ in self._stored.places.values()}):
-            for name, said in read_described(file)[1].items():
+            objects = {name: said for name, said in read_described(file)[1].items() if said[:1] == "{"}
+            for name, said in objects.items():
                 if found.setdefault(name, said) != said:
                     raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
-        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items() if said[:1] == "{"}
+        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items()}
         return {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
 
-    def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _Flattened]:
+    def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
         it, that are not read."""
         kind = said["_type"]
-        if not isinstance(kind, str) or kind not in _CLASSES:
+        if not isinstance(kind, str) or kind not in _TENSOR_CLASSES:
             what = f"{shown(name)} is torchao's {shown(kind)}, which is not read"
             raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
         with damage(f"what is said of {shown(name)} makes no sense", self._where):
-            tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _CLASSES[kind]
+            tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _TENSOR_CLASSES[kind]
             dtype = None if of.packed else DType(data["dtype"]["_data"])
             shape = sizes(data["shape"]) if of.packed else ()
             described = _Said(of, tensors, sizes(data["block_size"] or []), dtype, shape)
@@ -178,7 +173,7 @@ class TorchaoCodes(DecodedWeights):
             yield f"[{count}]"
             count += 1
 
-    def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _Flattened:
+    def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _FlatTensor:
         """Raises DamagedCheckpoint for tensors that do not fit one another."""
         if name in self._stored.specs:
             raise DamagedCheckpoint(f"{name} is there as values, and as codes: {prefix}qdata{index}", where=self._where)
@@ -205,9 +200,6 @@ class TorchaoCodes(DecodedWeights):
             raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
         codes_at, scale_at = f"{prefix}qdata{index}", f"{prefix}scale{index}"
         zeros_at = f"{prefix}zero_point{index}" if "zero_point" in said.tensors else None
-        return _Flattened(said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype)
-
-    def _present(self, name: str) -> TensorSpec:
-        if name not in self._stored.specs:
-            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
-        return self._stored.specs[name]
+        return _FlatTensor(
+            said.of, shape, codes_at, scale_at, zeros_at, (block[0], block[1]), said.dtype or scale.dtype
+        )

@@ -168,12 +168,8 @@ class TransposedCodes(DecodedWeights):
 
     def _module(self, name: str) -> _Module:
         specs = self._stored.specs
-        there = {kind: specs.get(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
+        there = {kind: self._present(f"{name}.{kind}") for kind in ("qweight", "qzeros", "scales")}
         for kind, spec in there.items():
-            if spec is None:
-                raise DamagedCheckpoint(
-                    f"no {name}.{kind} for its codes", where=self._where, do="Is every shard there?"
-                )
             if (
                 len(spec.shape) != 2
                 or not all(spec.shape)
@@ -185,7 +181,7 @@ class TransposedCodes(DecodedWeights):
             raise DamagedCheckpoint(
                 f"{name}.weight is there as values, and as codes: {name}.qweight", where=self._where
             )
-        (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values() if spec)
+        (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values())
         bits = next((bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
         if self._ordered and not self._words.awq and order is None:
@@ -200,7 +196,7 @@ class TransposedCodes(DecodedWeights):
         sizes = {size for size in sizes if size <= inputs and groups == -(-inputs // size)}
         fits = fits and len(sizes) == 1 and (not order or (order.dtype, order.shape) == (DType.int32, (inputs,)))
         if not fits:
-            shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items() if spec)
+            shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items())
             groups_of = " or ".join(map(shown, self._words.group_sizes))
             what = f"{name} has {shapes} and groups of {groups_of}, which are no codes of 2, 4 or 8 bits"
             raise DamagedCheckpoint(what, where=self._where, do=FROM_THE_RELEASE)
