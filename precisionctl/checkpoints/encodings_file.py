@@ -18,6 +18,7 @@ from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.elements import E4M3, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
@@ -104,6 +105,12 @@ class WeightEncodings:
     def by_name(self) -> Mapping[str, Encoding]:
         """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
+
+    def merges(self, name: str, dtype: DType) -> bool:
+        """Whether several codes of a weight may be one value in this dtype, from which only one of them comes back: up
+        to 255 steps from a zero point, two neighbours may be the same number in the 8 bits of BF16."""
+        with_zeros = self.scales[name].zero_points is not None
+        return with_zeros and self.weights[name].element.bits == 8 and dtype == DType.bfloat16
 
     def input_amax(self, name: str) -> Tensor | None:
         """The amax, FP32 `[]`, from which the fixed input scale of a weight was made; None without such a scale. Raises

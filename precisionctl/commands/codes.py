@@ -100,7 +100,7 @@ def for_engine(request: Request, source: Source) -> Result:
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
-    notes += [*edge_notes(source.encodings, plan), *four_bit_notes(request, source.encodings, plan)]
+    notes += [*edge_notes(source.encodings, reader.specs, plan), *four_bit_notes(request, source.encodings, plan)]
     if found := engine.check_stacked(plan.targets, form.method.name, model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
@@ -211,7 +211,7 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *edge_notes(encodings, plan),
+        *edge_notes(encodings, reader.specs, plan),
         *model_notes(reader, plan, named=request.architecture is not None),
         *left_behind_notes(reader),
         *adapter_notes(reader),
