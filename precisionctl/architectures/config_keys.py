@@ -175,6 +175,14 @@ def count(config: Config, key: str, where: object) -> int:
     return 0 if config.get(key) in (None, 0) else size(config, key, where)
 
 
+def one_or_none(number: object, key: str, where: object) -> int:
+    """The number of layers of multi-token prediction that a key says. Raises UnknownArchitecture for several."""
+    if number not in (0, 1):
+        do = "Known is one layer of multi-token prediction."
+        raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
+    return int(number == 1)
+
+
 def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:
     """Number of layers, small enough to list something for each."""
     return size(config, key, where, MOST_LAYERS)

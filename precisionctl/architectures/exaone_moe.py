@@ -5,10 +5,21 @@ Traps: the bias that chooses experts is not the router's in published files. The
 build it so).
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Fields, Key, Only, Rule, heads, tied
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    one_or_none,
+    tied,
+)
 from precisionctl.architectures.deepseek_keys import experts_by_list, groups, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
-from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.exaone4 import WINDOWS
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED

@@ -24,10 +24,10 @@ from precisionctl.architectures.config_keys import (
     Rule,
     Synonyms,
     heads,
+    one_or_none,
     size,
     tied,
 )
-from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
 from precisionctl.architectures.mamba_keys import step_limits
 from precisionctl.architectures.mamba_rows import MIXER
@@ -220,8 +220,6 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     Only("mamba_hidden_act", "silu"),
     step_limits("time_step_limit", "mamba_dt_limit"),
 )
-
-"""What its class takes for keys that are not there."""
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 
