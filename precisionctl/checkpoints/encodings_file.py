@@ -20,8 +20,8 @@ from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8.elements import E4M3, Packing
-from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
+from precisionctl.fp8.elements import E4M3, FP8, Packing
+from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
@@ -242,7 +242,7 @@ def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]
 def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:
     shape, dtype = fields["shape"], DTYPES[fields["codes"]]
     packing = packings[tuple(fields["packed"])] if "packed" in fields else None
-    coded = dtype == packing.element.dtype if packing else dtype in CODES
+    coded = dtype == packing.element.dtype if packing else dtype in FP8
     if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
         raise ValueError("a weight of no codes, or of no size")
     return TensorSpec(tuple(shape), dtype, packing=packing)
