@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are, or once were, encoded in FP8.
+"""How a checkpoint's weights are encoded, or once were.
 
-`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the FP8 directory that
-they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory, and
-dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
+`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the directory of codes
+that they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory,
+and dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def stored_encodings(
 
 @dataclass(frozen=True)
 class WeightEncodings:
-    """How the weights of a model are encoded in FP8, or were before they were decoded; by Hugging Face name.
+    """How the weights of a model are encoded, or were before they were decoded; by Hugging Face name.
 
     `weights` are shape and dtype of the codes, and `scales` the names of their scale tensors, which are in `stored`
     (perhaps with others, of a KV cache). `quantization` is the `quantization_config` of the directory that the codes

@@ -1,4 +1,4 @@
-"""Results whose weights are FP8 codes: for an inference engine, or the codes that they were before."""
+"""Results whose weights are codes: for an inference engine, or the codes that they were before."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -204,7 +204,7 @@ def engine_named(name: str) -> Engine:
 
 
 def as_before(request: Request, source: Source) -> Result:
-    """A result whose weights are the FP8 codes that they were once, or are. Raises MissingFp8State for scales of
+    """A result whose weights are the codes that they were once, or are. Raises MissingFp8State for scales of
     inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"

@@ -1,4 +1,4 @@
-"""Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
+"""Encode weights: a first pass over a job's values finds the scales, a second one makes the codes."""
 
 from __future__ import annotations
 
@@ -223,9 +223,9 @@ def _check_can_be_nan(name: str, element: Element) -> None:
 
 
 def _check_finite(name: str, amax: Tensor) -> None:
-    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
+    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight to a number."""
     if bool(numerics.amax(amax).isinf()):
         raise PrecisionError(
-            f"`{name}` holds an infinite weight, which no FP8 scale can hold",
+            f"`{name}` holds an infinite weight, which no scale can hold",
             do=BROKEN_WEIGHTS,
         )
