@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.fp8 import zero_points
 from precisionctl.fp8.elements import E4M3, FP8, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
-from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
     FLOATS,
@@ -302,7 +302,7 @@ def complete_encoding(
         raise DamagedCheckpoint(what, where=where)
     if scales.zero_points is not None:
         words = read(scales.zero_points)
-        found = replace(found, zeros=zero_points(words, len(found.scale_inv), found.element.bits))
+        found = replace(found, zeros=zero_points.unpacked(words, len(found.scale_inv), found.element.bits))
     if scales.global_scale is None:
         return found
     value = read(scales.global_scale).float().reshape(())
