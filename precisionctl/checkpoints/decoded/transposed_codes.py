@@ -146,17 +146,13 @@ class TransposedCodes(DecodedWeights):
             if self._last is None or (self._last.weight, self._last.first) != (name, first):
                 self._last = self._slab(name, module, first, min(step, module.out - first))
             here = slice(max(row - first, 0), row + rows - first)
-            made.append(_decoded(module, self._last, here))
+            made.append(self._in_bf16(name, _decoded(module, self._last, here), module.tensor("scales")))
         return torch.cat(made)
 
     def _slab(self, name: str, module: _Module, first: int, rows: int) -> _Slab:
         columns = slice(first, first + rows)
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
-        furthest = scales * torch.maximum(zeros, (1 << module.bits) - 1 - zeros)
-        if not bool(furthest.bfloat16().isfinite().all()):  # AutoRound's symmetric ones may be negative
-            what = f"{module.tensor('scales')} holds a scale that is infinite or NaN, or whose codes are"
-            raise DamagedCheckpoint(what, where=self._where)
         known = self._last if self._last and self._last.weight == name else None
         order = known.order if known else self._order(module)
         return _Slab(name, first, self._codes(module, columns), scales, zeros, order)
@@ -234,15 +230,16 @@ class TransposedCodes(DecodedWeights):
 
 
 def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
+    """Values of rows of a slab, FP32 `[n, in]`."""
     codes, scales, zeros = slab.codes[here], slab.scales[here], slab.zeros[here]
     if slab.order is not None:
         scales, zeros = scales[:, slab.order], zeros[:, slab.order]
     if module.bits == 4:
         values = torch.empty(len(codes), module.inputs)
         nibbles.decode_asymmetric(codes, "INT4", scales, zeros - 8, values, torch.empty(nibbles.SCRATCH))
-        return values.bfloat16()
+        return values
     groups = _apart(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
-    return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1).bfloat16()
+    return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1)
 
 
 def _apart(packed: Tensor, bits: int) -> Tensor:
