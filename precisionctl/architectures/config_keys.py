@@ -175,12 +175,14 @@ def count(config: Config, key: str, where: object) -> int:
     return 0 if config.get(key) in (None, 0) else size(config, key, where)
 
 
-def one_or_none(number: object, key: str, where: object) -> int:
-    """The number of layers of multi-token prediction that a key says. Raises UnknownArchitecture for several."""
+def one_or_none(config: Config, key: str, where: object, absent: int = 0) -> int:
+    """How many layers of multi-token prediction a key says; `absent` where it is not there or null. Raises
+    UnknownArchitecture for several."""
+    number = absent if config.get(key) is None else config[key]
     if number not in (0, 1):
         do = "Known is one layer of multi-token prediction."
         raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
-    return int(number == 1)
+    return int(number)
 
 
 def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:

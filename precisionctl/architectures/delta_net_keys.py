@@ -61,7 +61,6 @@ def prediction_layers(key: str) -> Rule:
     may say nothing, and transformers leaves it out of what it saves; whether there is one, tensors show."""
 
     def read(config: Config, where: object) -> Fields:
-        found = config.get(key)
-        return {"mtp_num_layers": one_or_none(1 if found is None else found, key, where)}
+        return {"mtp_num_layers": one_or_none(config, key, where, absent=1)}
 
     return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})

@@ -32,8 +32,7 @@ _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memo
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    said = config.get("num_nextn_predict_layers")
-    number = one_or_none(0 if said is None else said, "num_nextn_predict_layers", where)
+    number = one_or_none(config, "num_nextn_predict_layers", where)
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
 
 

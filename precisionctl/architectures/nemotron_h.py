@@ -176,7 +176,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    number = one_or_none(config.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", where)
+    number = one_or_none(config, "num_nextn_predict_layers", where)
     for key, known in _PREDICTING.items():
         if number and config.get(key) not in known:
             what = f"no nemotron_h known here has {key}={shown(config[key])}"
