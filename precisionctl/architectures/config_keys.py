@@ -407,6 +407,15 @@ def everywhere(config: Config, layers: int) -> list[bool]:
     return [True] * layers
 
 
+def nowhere(config: Config, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def but_first_of_four(config: Config, layers: int) -> list[bool]:
+    """False for the first layer, the fifth, and so on."""
+    return [layer % 4 != 0 for layer in range(layers)]
+
+
 def every_other(config: Config, layers: int) -> list[bool]:
     """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]
