@@ -270,5 +270,24 @@ def test_training_on_begins_with_the_decoded_values_and_eval_computes_with_them(
     assert found[0] == found[1] and len(found[0][1]) == 1
 
 
+def test_an_adapter_is_merged_with_the_decoded_values_of_its_base(tmp_path: Path) -> None:
+    """As QLoRA trains one."""
+    bitsandbytes_directories.make(tmp_path / "nf4", "nf4-nested")
+    conversions.run(tmp_path / "nf4", tmp_path / "bf16", "hf")
+    (tmp_path / "adapter").mkdir()
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    generator = torch.Generator().manual_seed(1)
+    factors = {"A": torch.randn(4, 128, generator=generator), "B": torch.randn(96, 4, generator=generator)}
+    named = {f"base_model.model.{UP}.lora_{each}.weight": tensor * 0.1 for each, tensor in factors.items()}
+    save_file(named, tmp_path / "adapter" / "adapter_model.safetensors")
+    for base in ("nf4", "bf16"):
+        conversions.run(tmp_path / "adapter", tmp_path / f"{base}-merged", "hf", reference=tmp_path / base)
+    merged, of_values = (load_file(tmp_path / f"{base}-merged" / "model.safetensors") for base in ("nf4", "bf16"))
+    assert merged.keys() == of_values.keys()
+    assert all(torch.equal(tensor, of_values[name]) for name, tensor in merged.items())
+    assert not torch.equal(merged[f"{UP}.weight"], load_file(tmp_path / "bf16" / "model.safetensors")[f"{UP}.weight"])
+
+
 def test_each_method_of_codes_that_are_values_has_a_reader() -> None:
     assert METHODS.keys() == {*AS_VALUES}

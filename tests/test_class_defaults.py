@@ -8,8 +8,9 @@ from transformers import AutoConfig
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.errors import PrecisionctlError
 
-CARRIED_ALONG = "num_nextn_predict_layers"
-"""transformers passes over the layers of prediction that some classes count; a directory here has what it says."""
+PASSED_OVER = {"num_nextn_predict_layers", "rotary_dim"}
+"""Keys that classes have defaults of and models of transformers do not heed: layers of prediction, of which a directory
+has those that it says, and MiniMax's second word for how many channels turn."""
 
 
 @pytest.mark.parametrize("family", pico.FAMILIES)
@@ -19,7 +20,7 @@ def test_a_missing_key_means_what_its_class_takes(family: str) -> None:
     config = AutoConfig.for_model(**pico.settings(family))
     said = config.to_dict()
     table = architecture_of(from_hf_config(said).architecture)
-    for key in sorted({key for entry in table.config for key in entry.keys} & said.keys() - {CARRIED_ALONG}):
+    for key in sorted({key for entry in table.config for key in entry.keys} & said.keys() - PASSED_OVER):
         rest = {name: value for name, value in said.items() if name != key}
         try:
             ours = from_hf_config(rest)
