@@ -1,10 +1,10 @@
 """A checkpoint as a model that computes in the precision it is stored in.
 
-FP8 codes compute as in an engine: the stored codes are the weights, and inputs are cast with their static scale, or
-with one scale per token, or per group of a token where weights have blocks. A Megatron checkpoint with delayed-scaling
-state in its `_extra_state` computes in FP8 with the scales that its next training step would use, and so does an export
-for Transformer Engine. A checkpoint of `resume` under an FP8 recipe without state computes by that recipe. Everything
-else is plain BF16, FP16 or FP32.
+Codes compute as in an engine: the stored codes are the weights, and inputs are cast with their static scale, or with
+one scale per token, or per group of a token where weights have blocks; or stay as they are, beside weights that engines
+decode. A Megatron checkpoint with delayed-scaling state in its `_extra_state` computes in FP8 with the scales that its
+next training step would use, and so does an export for Transformer Engine. A checkpoint of `resume` under an FP8 recipe
+without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
@@ -160,10 +160,11 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
             by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
             weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
-            weight = _stored_weight(reader, job, plan, device)
+            weight = (_stored_weight if _in_e4m3(reader, job) else _stored_blocks)(reader, job, plan, device)
             inputs = _static_inputs(fixed[job.module], device) or TokenInputs()
         else:
-            squares = None if fixed[job.module] else _stored_squares(reader, job, plan, device)
+            native = _in_e4m3(reader, job) and not fixed[job.module]
+            squares = _stored_squares(reader, job, plan, device) if native else None
             weight = squares or _stored_blocks(reader, job, plan, device)
             groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
             inputs = _static_inputs(fixed[job.module], device) or groups
@@ -207,6 +208,11 @@ def _packed_inputs(
 def _by_row(reader: Reader, job: Job) -> bool:
     """Whether the scales can be applied to a GEMM's result: one per output channel, or one for the whole weight."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
+
+
+def _in_e4m3(reader: Reader, job: Job) -> bool:
+    """Whether the FP8 codes are those that engines multiply; others, which no engine takes, are decoded."""
+    return all(reader.specs[name].dtype == CODES for name in job.reads)
 
 
 def _set_quantizers(linear: Linear | GroupedLinear, job: Job, quantizers: Quantizers) -> None:
