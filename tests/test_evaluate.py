@@ -273,6 +273,16 @@ def test_codes_of_every_format_are_worth_what_they_decode_to(tmp_path, codes, sp
     assert (y - expected).norm() < 4e-3 * expected.norm()
 
 
+def test_inputs_of_fp8_weights_alone_stay_as_they_are(tmp_path):
+    """As in vLLM (compressed_tensors.py, _is_fp8_w8a16): the model computes with decoded weights."""
+    fp8_directories.make(tmp_path, "compressed-weights-alone")
+    model, precision = load(HuggingFaceReader(tmp_path))
+    decoded, _ = load(HuggingFaceReader(tmp_path), plain=True)
+    assert precision == "bfloat16, with weights from FP8"
+    tokens = torch.arange(32).view(1, 32)
+    assert torch.equal(model(tokens), decoded(tokens))
+
+
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_experts_that_are_stored_as_codes_compute_with_those_under_one_input_scale_for_all(tmp_path, scheme):
     """An independent spelling: inputs rounded to codes and back, times the decoded weights, in float64."""

@@ -47,7 +47,7 @@ from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES
+from precisionctl.quant_methods.base import CODES, sized
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
@@ -152,11 +152,11 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         if not isinstance(linear, Linear | GroupedLinear):
             kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
             continue
-        if packing:
-            inputs = _packed_inputs(reader, job, packing, device)
-            if inputs is None:  # engines do not cast the inputs of a weight that is values
-                kinds[f"weights from {packing.name}"] = None
-                continue
+        inputs = _packed_inputs(reader, job, packing, device) if packing else None
+        if inputs is None and (packing or _alone(reader, job)):  # engines decode the weight, and cast no inputs
+            kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
+            continue
+        if inputs is not None:
             by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
             weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
@@ -208,6 +208,18 @@ def _packed_inputs(
 def _by_row(reader: Reader, job: Job) -> bool:
     """Whether the scales can be applied to a GEMM's result: one per output channel, or one for the whole weight."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
+
+
+def _alone(reader: Reader, job: Job) -> bool:
+    """Whether the config says of FP8 weights like these that their inputs stay as they are."""
+    encodings = stored_weight_encodings(reader)
+    method = method_of(encodings)
+    if encodings is None or method is None:
+        return False
+    name = job.reads[0]
+    spec, block = encodings.weights[name], encodings.scales[name].block
+    formats = [form for form in method.read(encodings.quantization).formats if form.packing is None]
+    return not any(form.same_inputs for form in formats if sized(form.block, spec) == block)
 
 
 def _in_e4m3(reader: Reader, job: Job) -> bool:

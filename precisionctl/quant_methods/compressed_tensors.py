@@ -143,7 +143,8 @@ def _group(group: object, layout: object) -> Quantization:
         block = TENSOR if strategy == "tensor" else CHANNEL
     else:
         raise _unread(f"strategy {shown(strategy)}")
-    return in_fp8([block], inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor")
+    static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
+    return in_fp8([block], static, same_inputs=inputs is not None)
 
 
 def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:
