@@ -134,27 +134,28 @@ class _HasInputScales(Protocol):
 
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
-    largest of its weights and experts, as in engines. Indexers, and DeepSeek-V4's projection by groups, compute with
-    decoded weights. Returns the precision in words; None without codes.
+    largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers, and
+    DeepSeek-V4's projection by groups, compute with decoded weights. Returns the precision in words; None without
+    codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
-        for name in job.reads:
-            fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
+        fixed[job.module] = max(fixed.get(job.module, 0.0), *(scales.get(name, 0.0) for name in job.reads))
     kinds: dict[str, None] = {}
     for job in stored:
         weight: Quantizer
         inputs: InputQuantizer | None
         packing, linear = packed.get(job.reads[0]), model.get_submodule(job.module)
+        name = packing.name if packing else "FP8"
         if not isinstance(linear, Linear | GroupedLinear):
-            kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
+            kinds[f"weights from {name}"] = None
             continue
         inputs = _packed_inputs(reader, job, packing, device) if packing else None
         if inputs is None and (packing or _alone(reader, job)):  # engines decode the weight, and cast no inputs
-            kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
+            kinds[f"weights from {name}"] = None
             continue
         if inputs is not None:
             by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
@@ -170,7 +171,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
             inputs = _static_inputs(fixed[job.module], device) or groups
         # A linear requires a quantizer of its gradient too; no gradient is computed here.
         _set_quantizers(linear, job, {"input": inputs, "weight": weight, "grad_output": inputs})
-        kinds[f"{packing.name if packing else 'FP8'} codes with {inputs.words} input scales"] = None
+        kinds[f"{name} codes with {inputs.words} input scales"] = None
     return " and ".join(kinds) or None
 
 
