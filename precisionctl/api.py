@@ -179,7 +179,7 @@ def download(name: str) -> Path:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A tensor's logical shape, and the dtype of what is stored; bytes for codes of four bits."""
+    """A tensor's logical shape, and the dtype of what is stored; of packed codes, that of their bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -189,7 +189,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of an open checkpoint, by logical name: one for each layer and expert, without ranks or stages, in
     Hugging Face's or Megatron's names and shapes (`layout`).
 
-    Values are decoded: FP8 and four-bit codes are FP32, everything else has the dtype that it is stored in. A tensor is
+    Values are decoded: codes are FP32, everything else has the dtype that it is stored in. A tensor is
     read when it is asked for, and none is kept.
     """
 

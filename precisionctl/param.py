@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from precisionctl.dtypes import DType
-from precisionctl.fp8.elements import Element, Packing, element_of
-from precisionctl.fp8.encoding import CODES
+from precisionctl.fp8.elements import FP8, Element, Packing, element_of
 
 Layout = Literal["hf", "megatron"]
 
@@ -152,7 +151,7 @@ class TensorSpec:
     @property
     def is_codes(self) -> bool:
         """Whether it holds codes, which are numbers only with their scales."""
-        return self.packing is not None or self.dtype in CODES
+        return self.packing is not None or self.dtype in FP8
 
     @property
     def element(self) -> Element:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles
+from precisionctl.fp8 import group_scales, nibbles, zero_points
 from precisionctl.fp8.nibbles import NibbleFormat
 
 
@@ -20,7 +20,7 @@ class FourBitWeight:
         self.codes = nibbles.unpack(self.packed)
         self.whole = stored.get("weight_scale_2" if self.modelopt else "weight_global_scale")
         zeros = stored.get("weight_zero_point")
-        self.zeros = None if zeros is None else group_scales.zero_points(zeros, len(codes), 4)
+        self.zeros = None if zeros is None else zero_points.unpacked(zeros, len(codes), 4)
         if self.whole is not None:
             self.multipliers = group_scales.nvfp4_multipliers(self.scale, self.whole, divisor=not self.modelopt)
         else:

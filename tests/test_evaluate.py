@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import four_bit_directories
+import fp8_directories
 import in_memory
 import pico
 import pytest
@@ -253,6 +254,33 @@ def test_both_spellings_of_an_export_evaluate_alike(tmp_path, text):
     ]
     assert found[0] == found[1]
     assert found[0].precision == "FP8 codes with static input scales"
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+@pytest.mark.parametrize("spelling", ["compressed-tensor", "modelopt-channel", "fp8-block"])
+def test_codes_of_every_format_are_worth_what_they_decode_to(tmp_path, codes, spelling):
+    """FP64 sums of what inputs and weights decode to."""
+    made = fp8_directories.make(tmp_path, spelling, codes=codes, hidden_size=256, intermediate_size=256)
+    model, precision = load(HuggingFaceReader(tmp_path))
+    assert precision.startswith("FP8 codes with")
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    linear = model.decoder.layers[0].mlp.linear_fc2
+    with torch.no_grad():
+        y = linear(x).double()
+    inputs = linear.quantizers["input"].quantize(x).rows
+    rounded = inputs.codes.double() * inputs.scale_inv.double()
+    expected = rounded @ made["model.layers.0.mlp.down_proj.weight"].values.double().t()
+    assert (y - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_inputs_of_fp8_weights_alone_stay_as_they_are(tmp_path):
+    """As in vLLM (compressed_tensors.py, _is_fp8_w8a16): the model computes with decoded weights."""
+    fp8_directories.make(tmp_path, "compressed-weights-alone")
+    model, precision = load(HuggingFaceReader(tmp_path))
+    decoded, _ = load(HuggingFaceReader(tmp_path), plain=True)
+    assert precision == "bfloat16, with weights from FP8"
+    tokens = torch.arange(32).view(1, 32)
+    assert torch.equal(model(tokens), decoded(tokens))
 
 
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])

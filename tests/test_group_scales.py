@@ -109,17 +109,6 @@ def test_scales_of_int4_are_half_of_the_steps_in_bf16_for_every_amax() -> None:
     assert float(scales[0]) == 1 and scales[-1].isfinite()
 
 
-def test_zero_points_are_packed_along_rows() -> None:
-    zeros = torch.randint(16, (24, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    words = torch.tensor(
-        [[sum(int(zeros[8 * r + i, g]) << 4 * i for i in range(8)) for g in range(3)] for r in range(3)]
-    )
-    words = torch.where(words >= 2**31, words - 2**32, words).int()
-    assert torch.equal(group_scales.zero_points(words, 24, 4), zeros.float() - 8)
-    assert torch.equal(group_scales.zero_points(words, 20, 4), zeros[:20].float() - 8)
-    assert torch.equal(group_scales.packed_zero_points(zeros.float() - 8, 4), words)
-
-
 @pytest.mark.parametrize("kind", ["gauss", "student"])
 def test_which_rule_loses_least(kind: str) -> None:
     """MXFP4's beside that of OCP and of ModelOpt; a search pays for NVFP4 and INT4."""

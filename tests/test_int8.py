@@ -106,8 +106,32 @@ def test_weights_with_zero_points_come_back_from_fp32_and_are_refused_in_bf16(tm
         convert(tmp_path / "source", tmp_path / "bf16", "megatron")
     assert "--precision fp32" in refused.value.do
     assert not all(code.idempotent for code in compare_codes(open_checkpoint(tmp_path / "source"), None))
+    with pytest.raises(PrecisionError, match="do not survive BF16"):
+        convert(tmp_path / "fp32", tmp_path / "bf16", "hf", "bf16")
     convert(tmp_path / "source", tmp_path / "bf16", "hf", drop_fp8_state=True)
     assert all(torch.equal(stored(tmp_path / "bf16")[name], expected) for name, expected in values.items())
+
+
+def test_weights_with_zero_points_that_were_trained_in_bf16_are_not_said_to_have_their_codes_again(
+    tmp_path: Path,
+) -> None:
+    """An update of nothing: the same BF16 values, and of neighbours that are one of them, other codes."""
+    training.make_text(tmp_path / "text.txt")
+    int8_directories.make(tmp_path / "source", WITH_ZERO_POINTS, vocab_size=80)
+    training.add_tokenizer(tmp_path / "source")
+    changes = {"train__steps": 1, "optimizer__lr": 1e-60, "optimizer__weight_decay": 0.0}
+    training.run(training.settings(tmp_path / "source", tmp_path / "text.txt", tmp_path / "run", **changes))
+    notes = convert(tmp_path / "run", tmp_path / "back", "hf", precision="fp8").notes
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
+    kept = [name for name in before if name.endswith("_scale") and torch.equal(before[name], after[name])]
+    weights = [name.removesuffix("_scale") for name in kept]
+    assert sum(not torch.equal(before[f"{name}_packed"], after[f"{name}_packed"]) for name in weights) > 4
+    assert any(note.startswith("0 of 7 weights have the same codes") for note in notes)
+    assert any(note.startswith(f"{len(kept)} have the same scales, and codes of the same BF16") for note in notes)
+    for each in ("source", "back"):
+        convert(tmp_path / each, tmp_path / f"{each}-bf16", "hf", drop_fp8_state=True)
+    values = [stored(tmp_path / f"{each}-bf16") for each in ("source", "back")]
+    assert all(torch.equal(values[0][name], values[1][name]) for name in weights)
 
 
 @pytest.mark.parametrize("spelling", ["w8a8", "w8a8-fp32-scales", "w8a8-static", "w8a16", "w8a16-64"])

@@ -111,7 +111,7 @@ def assert_kept(family: str, name: str, kernels: bool = False) -> None:
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
-    kept = activations.Kept.of(model, made, "emulated", kernels)
+    kept = activations.BytesKept.of(model, made, "emulated", kernels)
     layers, length = range(model.num_layers), 4 * CHUNK if model.gdn or model.mamba else LENGTH
     weights = [
         sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)

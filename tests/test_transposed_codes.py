@@ -122,7 +122,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Tensor], Tensor | None], type[Precisionc
         "scales",
         lambda each: torch.full_like(each, 3e38, dtype=torch.float32),
         DamagedCheckpoint,
-        "or whose codes are",
+        "up_proj.weight` has values that are infinite or NaN, by its codes and .*scales",
     ),
     "no order, which others have": ("g_idx", lambda _: None, DamagedCheckpoint, "no .*up_proj.g_idx"),
     "zero points that readers disagree on": ("qzeros", all_ones, PrecisionError, "holds 15, for which readers"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import numerics, sidecar
-from precisionctl.fp8.encoding import CODES
+from precisionctl.fp8.elements import E4M3, E5M2
 from precisionctl.fp8.statistics import UNDERFLOW
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -69,7 +69,7 @@ def test_a_hundred_times_the_spread_is_what_fp8_is_for(tmp_path: Path) -> None:
     assert "became 0" not in said
 
 
-@pytest.mark.parametrize("codes", CODES[:2], ids=str)
+@pytest.mark.parametrize("codes", [E4M3.dtype, E5M2.dtype], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_underflows_are_counted_as_the_slow_reference_counts_them(dtype: torch.dtype, codes: DType) -> None:
     """Zeros of both signs, NaN, infinities and values on either side of half the smallest code."""

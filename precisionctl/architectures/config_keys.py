@@ -175,6 +175,16 @@ def count(config: Config, key: str, where: object) -> int:
     return 0 if config.get(key) in (None, 0) else size(config, key, where)
 
 
+def one_or_none(config: Config, key: str, where: object, absent: int = 0) -> int:
+    """How many layers of multi-token prediction a key says; `absent` where it is not there or null. Raises
+    UnknownArchitecture for several."""
+    number = absent if config.get(key) is None else config[key]
+    if number not in (0, 1):
+        do = "Known is one layer of multi-token prediction."
+        raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
+    return int(number)
+
+
 def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:
     """Number of layers, small enough to list something for each."""
     return size(config, key, where, MOST_LAYERS)
@@ -395,6 +405,15 @@ def numbered_layers(listed: object, key: str, where: object) -> frozenset[int]:
 def everywhere(config: Config, layers: int) -> list[bool]:
     """True for every layer."""
     return [True] * layers
+
+
+def nowhere(config: Config, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def but_first_of_four(config: Config, layers: int) -> list[bool]:
+    """False for the first layer, the fifth, and so on."""
+    return [layer % 4 != 0 for layer in range(layers)]
 
 
 def every_other(config: Config, layers: int) -> list[bool]:

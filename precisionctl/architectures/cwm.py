@@ -3,7 +3,17 @@
 Trap: its class scales rotary embeddings as Llama 3's where config.json says nothing of them.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Config, Key, Only, Rule, heads, sliding_window, tied
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Key,
+    Only,
+    Rule,
+    but_first_of_four,
+    heads,
+    sliding_window,
+    tied,
+)
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -19,10 +29,6 @@ _ROPE = {
 }
 
 
-def _but_first_of_four(config: Config, layers: int) -> list[bool]:
-    return [layer % 4 != 0 for layer in range(layers)]
-
-
 ARCHITECTURE = Architecture(
     model_types={"cwm": "CwmForCausalLM"},
     rows=LLAMA.rows,
@@ -34,7 +40,7 @@ ARCHITECTURE = Architecture(
         Key("mlp_bias", "mlp_bias", False),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(1000000.0, scaling=_ROPE),
-        sliding_window(_but_first_of_four, absent=8192),
+        sliding_window(but_first_of_four, absent=8192),
         tied(False),
         Rule((), lambda config, where: {}, lambda model: {"bos_token_id": 128000}),  # its class takes no null
     ),

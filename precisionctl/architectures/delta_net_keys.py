@@ -11,11 +11,11 @@ from precisionctl.architectures.config_keys import (
     Rule,
     layers,
     listed_layers,
+    one_or_none,
     size,
     tied,
 )
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
 _KINDS = {"linear_attention": True, "full_attention": False}
@@ -61,15 +61,6 @@ def prediction_layers(key: str) -> Rule:
     may say nothing, and transformers leaves it out of what it saves; whether there is one, tensors show."""
 
     def read(config: Config, where: object) -> Fields:
-        found = config.get(key)
-        return {"mtp_num_layers": one_or_none(1 if found is None else found, key, where)}
+        return {"mtp_num_layers": one_or_none(config, key, where, absent=1)}
 
     return Rule((key,), read, lambda model: {} if model.mtp_num_layers == 1 else {key: model.mtp_num_layers})
-
-
-def one_or_none(number: object, key: str, where: object) -> int:
-    """The number of layers of multi-token prediction that a key says. Raises UnknownArchitecture for several."""
-    if number not in (0, 1):
-        do = "Known is one layer of multi-token prediction."
-        raise UnknownArchitecture(f"{key}={shown(number)}", where=where, do=do)
-    return int(number == 1)

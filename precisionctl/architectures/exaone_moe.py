@@ -5,10 +5,21 @@ Traps: the bias that chooses experts is not the router's in published files. The
 build it so).
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Fields, Key, Only, Rule, heads, tied
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    heads,
+    one_or_none,
+    tied,
+)
 from precisionctl.architectures.deepseek_keys import experts_by_list, groups, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
-from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.exaone4 import WINDOWS
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
@@ -21,8 +32,7 @@ _BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memo
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    said = config.get("num_nextn_predict_layers")
-    number = one_or_none(0 if said is None else said, "num_nextn_predict_layers", where)
+    number = one_or_none(config, "num_nextn_predict_layers", where)
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
 
 

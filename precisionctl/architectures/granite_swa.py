@@ -10,6 +10,7 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    but_first_of_four,
     heads,
     layer_types,
     layers,
@@ -29,17 +30,13 @@ from precisionctl.model_shape import ModelShape
 _ROPE = rope()
 
 
-def _local(config: Config, layers: int) -> list[bool]:
-    return [layer % 4 != 0 for layer in range(layers)]
-
-
 _LENGTH = 128  # where none is said
-_WINDOW = sliding_window(_local, absent=_LENGTH)
+_WINDOW = sliding_window(but_first_of_four, absent=_LENGTH)
 
 
 def _read_layers(config: Config, where: object) -> Fields:
     fields = {**_ROPE.read(config, where), **_WINDOW.read(config, where), "softmax_offset": True}
-    in_window = layers_with_window(config, where, _local, _LENGTH)
+    in_window = layers_with_window(config, where, but_first_of_four, _LENGTH)
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields

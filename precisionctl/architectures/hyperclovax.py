@@ -4,6 +4,8 @@ Traps: logits are multiplied by `logits_scaling`, where Granite divides; `attent
 size if it is not said.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
     HEADS,
@@ -15,6 +17,7 @@ from precisionctl.architectures.config_keys import (
     Rule,
     tied,
 )
+from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
@@ -24,28 +27,17 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.param_map import Architecture, Row, when
-from precisionctl.architectures.rearrangements import GAMMA
+from precisionctl.architectures.param_map import Architecture, renamed, when
 from precisionctl.architectures.rope import rope
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
 
-_AFTER = when("post_layernorms")
-_NORMS_AFTER = (
-    Row(
-        "model.layers.{layer}.post_norm1.weight",
-        "decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-        present=_AFTER,
-    ),
-    Row(
-        "model.layers.{layer}.post_norm2.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-        present=_AFTER,
-    ),
+_NORMS_AFTER = tuple(
+    replace(row, present=when("post_layernorms"))
+    for row in renamed(
+        (*POST_ATTENTION_NORM, *POST_MLP_NORM),
+        {"post_attention_layernorm": "post_norm1", "post_feedforward_layernorm": "post_norm2"},
+    )
 )
 
 

@@ -20,6 +20,7 @@ from precisionctl.architectures.config_keys import (
     by_kind,
     layer_types,
     layers_in_window,
+    nowhere,
     numbered_layers,
     size,
     tied,
@@ -62,13 +63,9 @@ _ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, in_memory=Tru
 _EXPERTS = experts_by_list(dense=1)
 
 
-def _nowhere(config: Config, layers: int) -> list[bool]:
-    return [False] * layers
-
-
 def _read_attention(config: Config, where: object) -> Fields:
     said = {**_ABSENT, **config}
-    windows = layers_in_window(config, where, _nowhere)
+    windows = layers_in_window(config, where, nowhere)
     in_window, without = _heads(config, windows, where)
     return {
         "num_query_groups": size(said, "num_key_value_heads", where),

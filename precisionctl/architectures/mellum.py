@@ -14,6 +14,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     heads,
+    nowhere,
     sliding_window,
     tied,
 )
@@ -39,10 +40,6 @@ _PREDICTION: dict[str, tuple[object, ...]] = {
 }
 """What may be said of the prediction layer."""
 _NUMBER = Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers")
-
-
-def _nowhere(config: Config, layers: int) -> list[bool]:
-    return [False] * layers
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
@@ -75,7 +72,7 @@ ARCHITECTURE = Architecture(
         scores(True),
         Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(500000.0, 10000.0, absent=_ROPE),
-        sliding_window(_nowhere, absent=1024),
+        sliding_window(nowhere, absent=1024),
         Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
         tied(False),
     ),

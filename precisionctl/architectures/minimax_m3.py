@@ -40,7 +40,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, SHARED_EXPERTS, experts
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.rope import rope
@@ -72,13 +72,7 @@ _PUBLISHED_INDEXERS = tuple(  # vLLM computes their projections and those of que
     replace(row, only_exported="linear" in row.megatron) for row in renamed(_INDEXERS, {"indexer.": "index_"})
 )
 
-_ROUTER = Row(
-    "model.layers.{layer}.mlp.gate.weight",
-    "decoder.layers.{layer}.mlp.router.weight",
-    ("moe.num_experts", "hidden_size"),
-    layers="moe",
-    keeps_dtype=True,  # FP32 as released
-)
+_ROUTER = replace(ROUTER[0], keeps_dtype=True)  # FP32 as released
 _JOINED_SHARED = replace(
     SHARED_EXPERTS[0],
     names="model.layers.{layer}.mlp.shared_experts.gate_up_proj.weight",

@@ -24,10 +24,10 @@ from precisionctl.architectures.config_keys import (
     Rule,
     Synonyms,
     heads,
+    one_or_none,
     size,
     tied,
 )
-from precisionctl.architectures.delta_net_keys import one_or_none
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, OUTPUT, PROJ, QKV_LINEAR, TIED, UNGATED_MLP
 from precisionctl.architectures.mamba_keys import step_limits
 from precisionctl.architectures.mamba_rows import MIXER
@@ -176,7 +176,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
-    number = one_or_none(config.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", where)
+    number = one_or_none(config, "num_nextn_predict_layers", where)
     for key, known in _PREDICTING.items():
         if number and config.get(key) not in known:
             what = f"no nemotron_h known here has {key}={shown(config[key])}"
@@ -220,8 +220,6 @@ _MIXER_KEYS: tuple[Entry, ...] = (
     Only("mamba_hidden_act", "silu"),
     step_limits("time_step_limit", "mamba_dt_limit"),
 )
-
-"""What its class takes for keys that are not there."""
 
 _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 

@@ -37,7 +37,7 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 @dataclass(frozen=True, slots=True)  # a large checkpoint has hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
-    `[shape[0], product of the rest]`; of codes of four bits columns are bytes (`TensorSpec.width`)."""
+    `[shape[0], product of the rest]`; of packed codes columns are bytes (`TensorSpec.width`)."""
 
     row: int
     rows: int
@@ -272,7 +272,7 @@ def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
 
 
 def read_tensor(source: Chunked, name: str) -> Tensor:
-    """A whole tensor as stored: its shape, its dtype; codes of four bits as the bytes `[rows, width]`."""
+    """A whole tensor as stored: its shape, its dtype; packed codes as the bytes `[rows, width]`."""
     spec = source.specs[name]
     rows = read_rows(source, name, 0, spec.rows)
     return rows if spec.packing else rows.reshape(spec.shape)

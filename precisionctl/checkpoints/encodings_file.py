@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are, or once were, encoded in FP8.
+"""How a checkpoint's weights are encoded, or once were.
 
-`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the FP8 directory that
-they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory, and
-dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
+`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the directory of codes
+that they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory,
+and dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8.elements import E4M3, Packing
-from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
+from precisionctl.fp8.elements import E4M3, FP8, Packing
+from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.coded_weights import check_other_tensors, complete_encoding, input_largest, recognise
@@ -78,7 +79,7 @@ def stored_encodings(
 
 @dataclass(frozen=True)
 class WeightEncodings:
-    """How the weights of a model are encoded in FP8, or were before they were decoded; by Hugging Face name.
+    """How the weights of a model are encoded, or were before they were decoded; by Hugging Face name.
 
     `weights` are shape and dtype of the codes, and `scales` the names of their scale tensors, which are in `stored`
     (perhaps with others, of a KV cache). `quantization` is the `quantization_config` of the directory that the codes
@@ -104,6 +105,12 @@ class WeightEncodings:
     def by_name(self) -> Mapping[str, Encoding]:
         """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
+
+    def merges(self, name: str, dtype: DType) -> bool:
+        """Whether several codes of a weight may be one value in this dtype, from which only one of them comes back: up
+        to 255 steps from a zero point, two neighbours may be the same number in the 8 bits of BF16."""
+        with_zeros = self.scales[name].zero_points is not None
+        return with_zeros and self.weights[name].element.bits == 8 and dtype == DType.bfloat16
 
     def input_amax(self, name: str) -> Tensor | None:
         """The amax, FP32 `[]`, from which the fixed input scale of a weight was made; None without such a scale. Raises
@@ -235,7 +242,7 @@ def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]
 def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:
     shape, dtype = fields["shape"], DTYPES[fields["codes"]]
     packing = packings[tuple(fields["packed"])] if "packed" in fields else None
-    coded = dtype == packing.element.dtype if packing else dtype in CODES
+    coded = dtype == packing.element.dtype if packing else dtype in FP8
     if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
         raise ValueError("a weight of no codes, or of no size")
     return TensorSpec(tuple(shape), dtype, packing=packing)

@@ -80,7 +80,7 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def in_words(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
-    """The tensor that holds a logical one in a file, where that is of four bits: the words that its codes are in."""
+    """The tensor that holds a logical one in a file: of packed codes, the words that they are in."""
     packing = spec.packing
     if packing is None:
         return name, spec

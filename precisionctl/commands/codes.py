@@ -1,4 +1,4 @@
-"""Results whose weights are FP8 codes: for an inference engine, or the codes that they were before."""
+"""Results whose weights are codes: for an inference engine, or the codes that they were before."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -100,7 +100,7 @@ def for_engine(request: Request, source: Source) -> Result:
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
-    notes += [*edge_notes(source.encodings, plan), *four_bit_notes(request, source.encodings, plan)]
+    notes += [*edge_notes(source.encodings, reader.specs, plan), *four_bit_notes(request, source.encodings, plan)]
     if found := engine.check_stacked(plan.targets, form.method.name, model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
@@ -204,14 +204,14 @@ def engine_named(name: str) -> Engine:
 
 
 def as_before(request: Request, source: Source) -> Result:
-    """A result whose weights are the FP8 codes that they were once, or are. Raises MissingFp8State for scales of
+    """A result whose weights are the codes that they were once, or are. Raises MissingFp8State for scales of
     inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *edge_notes(encodings, plan),
+        *edge_notes(encodings, reader.specs, plan),
         *model_notes(reader, plan, named=request.architecture is not None),
         *left_behind_notes(reader),
         *adapter_notes(reader),
@@ -233,7 +233,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"
     if not fixed:
-        by_engine = any(form.packing is None or form.same_inputs for form in quantization.formats)
+        by_engine = any(form.same_inputs for form in quantization.formats)
         inputs = _BY_ENGINE if by_engine else _IN_BF16
     facts = {
         "weights": ", ".join(dtypes),

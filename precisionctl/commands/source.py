@@ -37,7 +37,7 @@ from precisionctl.untabled_model import UntabledModel
 class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
-    `encodings` is how its weights are, or once were, encoded in FP8. `known` is its FP8 state, from training or
+    `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from training or
     `calibrate`. `trained` is the reader if its optimizer is converted, too.
     """
 

@@ -38,8 +38,8 @@ def as_values(request: Request, source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
     for codes that could not be made again, and what taking a run along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
-    if encodings and reader.encodings:
-        _check_come_back(encodings, plan)
+    if encodings:
+        _check_come_back(encodings, source)
     state = known.current or (source.calibrated if request.precision == "fp8" else None)
     sidecar = known.current or source.calibrated or known.outdated  # state to carry along, from which no run starts
     if request.precision == "fp8":
@@ -60,14 +60,21 @@ def as_values(request: Request, source: Source) -> Result:
     return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
 
 
-def _check_come_back(encodings: WeightEncodings, plan: Plan) -> None:
-    """Raise PrecisionError for INT8 codes with zero points, if the values are BF16: of up to 255 times a scale, two
-    neighbours may be the same value in its 8 bits."""
-    with_zeros = (name for name, scales in encodings.scales.items() if scales.zero_points)
-    wide = next((name for name in with_zeros if encodings.weights[name].element.bits == 8), None)
-    if wide is not None and any(spec.dtype == DType.bfloat16 for spec in plan.targets.values()):
+def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
+    """Raise PrecisionError for codes, or wider values of them, that become values from which not all come back."""
+    plan, specs = source.plan, source.reader.specs
+    merged = next((name for name in encodings.weights if encodings.merges(name, DType.bfloat16)), None)
+    rounded = (
+        plan.targets[write].dtype == DType.bfloat16
+        and len(specs[read].shape) > 1
+        and specs[read].dtype != DType.bfloat16
+        for job in plan.jobs
+        for read in job.reads
+        for write in job.writes
+    )
+    if merged is not None and any(rounded):
         raise PrecisionError(
-            f"INT8 codes with zero points do not survive BF16, e.g. of `{wide}`",
+            f"INT8 codes with zero points do not survive BF16, e.g. of `{merged}`",
             do="Convert to values with --precision fp32, which gives the same codes again; or to BF16 with "
             "--drop-fp8-state, and without a way back.",
         )

@@ -1,4 +1,4 @@
-"""Edges: from one format of codes to another. What a four-bit weight's conversion keeps exactly and what it rounds:
+"""Edges: from one format of codes to another. What the conversion of packed codes keeps exactly and what it rounds:
 announced before a conversion, counted after it."""
 
 from collections import Counter
@@ -14,13 +14,15 @@ from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS, Scales
 from precisionctl.sizes import counted
 
-EdgeKind = Literal["same", "exact", "in reach", "rounded"]
-"""What happens to codes whose values have not changed. `same`: the codes stay. `exact`: new codes for the same values.
+EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]
+"""What happens to codes whose values have not changed. `same`: the codes stay. `same values`: the scales stay, but
+values are BF16, in which several codes may be one (`WeightEncodings.merges`). `exact`: new codes for the same values.
 `in reach`: the same, except for values that E4M3 does not reach from the largest one of a block down (from 6 * 2^6 to
 2^-9). `rounded`: values are rounded once more."""
 
 _IN_WORDS: Mapping[EdgeKind, str] = {
     "same": "the same codes again, where values and global scales are unchanged",
+    "same values": "codes of the same BF16 values, where these are unchanged; neighbouring codes may be one such value",
     "exact": "exact: under the scales that they have, all of these are numbers of E4M3",
     "in reach": "exact where a block's scales are within a factor of 2^14; else the values that differ are counted",
     "rounded": "rounded once more; the values that differ are counted",
@@ -39,8 +41,9 @@ class Edge:
         return f"from {self.before} to {self.after}" if self.before != self.after else f"in {self.after}"
 
 
-def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
-    """For each weight that was codes before and will be codes, with four bits on at least one side, its edge."""
+def edges(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan) -> dict[str, Edge]:
+    """For each weight that was codes before and will be codes, packed ones on at least one side, its edge. `read` are
+    the tensors of the source, codes or values."""
     found = {}
     for job in plan.jobs:
         for name, scales in (job.encode.weights if job.encode else {}).items():
@@ -48,7 +51,10 @@ def edges(encodings: WeightEncodings, plan: Plan) -> dict[str, Edge]:
                 before = _format(encodings.weights[name], encodings.scales[name], encodings.stored.specs)
                 after = _format(plan.targets[name], scales, plan.targets)
                 powers_of_2 = job.encode is not None and job.encode.numbers == "powers of 2"
-                found[name] = Edge(before.name, after.name, _kind(before, after, powers_of_2))
+                kind = _kind(before, after, powers_of_2)
+                if kind == "same" and any(encodings.merges(name, read[each].dtype) for each in job.reads):
+                    kind = "same values"
+                found[name] = Edge(before.name, after.name, kind)
     return found
 
 
@@ -77,20 +83,30 @@ def _kind(before: _EdgeEnd, after: _EdgeEnd, powers_of_2: bool) -> EdgeKind:
     return "in reach" if (before.name, after.name) == ("MXFP4", "FP8") and powers_of_2 else "rounded"
 
 
-def edge_notes(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
-    """Before a conversion: which kind of edge weights of four bits take."""
-    for edge, count in Counter(edges(encodings, plan).values() if encodings else ()).items():
+def edge_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec], plan: Plan) -> Iterator[str]:
+    """Before a conversion: which kind of edge weights take, as in `edges`."""
+    for edge, count in Counter(edges(encodings, read, plan).values() if encodings else ()).items():
         yield f"{counted(count, 'weight')} {edge}: {_IN_WORDS[edge.kind]}."
 
 
-def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, plan: Plan) -> Iterator[str]:
+def changed_notes(
+    changed: Mapping[str, int], encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
+) -> Iterator[str]:
     """After a conversion: what became of those weights of a plan's result that were codes before; `changed` as in
-    Findings."""
+    Findings, `read` as in `edges`."""
     again = [name for name in plan.codes if name in encodings.weights]
-    found = {name: edge for name, edge in edges(encodings, plan).items() if edge.kind != "same"}
+    each = edges(encodings, read, plan)
+    found = {name: edge for name, edge in each.items() if not edge.kind.startswith("same")}
     kept = [name for name in again if name not in found]
+    merged = {name for name, edge in each.items() if edge.kind == "same values"} - changed.keys()
     if kept or not found:
-        yield f"{len(set(kept) - changed.keys())} of {len(kept)} weights have the same codes and scales as before."
+        same = len(set(kept) - merged - changed.keys())
+        yield f"{same} of {len(kept)} weights have the same codes and scales as before."
+    if merged:
+        yield (
+            f"{len(merged)} have the same scales, and codes of the same BF16 values: where neighbouring codes are one "
+            "such value, these may not be the codes from before."
+        )
     if others := [name for name in kept if name in changed]:
         # of new values nobody has the codes from before: what they would be under the old scales is compared
         codes = _counted("codes differ from what the old scales give", others, changed, encodings)

@@ -1,4 +1,4 @@
-"""Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
+"""Encode weights: a first pass over a job's values finds the scales, a second one makes the codes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.dtypes import DType
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import numerics, zero_points
 from precisionctl.fp8.blocks import BlockScales, share, share_global
 from precisionctl.fp8.elements import Element
 from precisionctl.fp8.encoding import Encoding, scale_dtype
-from precisionctl.fp8.group_scales import packed_zero_points
 from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
@@ -148,8 +147,8 @@ class Encoder:
         """The BlockScales that find a weight's scales in blocks of this size. Global scale and zero points are stored
         as in `like`."""
         spec, divides = self._specs[name], like.global_divides
-        zero_points = like.zero_points is not None
-        return BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name), divides, zero_points)
+        shifted = like.zero_points is not None
+        return BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name), divides, shifted)
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
@@ -200,7 +199,7 @@ class Encoder:
     def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
         """Write what packed codes have besides their scales: zero points, a global scale, and the weight's shape."""
         if scales.zero_points and encoding.zeros is not None:
-            self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros, encoding.element.bits))
+            self._put(scales.zero_points, 0, zero_points.packed(encoding.zeros, encoding.element.bits))
         if scales.global_scale and encoding.global_scale:
             self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
         if scales.shape:
@@ -223,9 +222,9 @@ def _check_can_be_nan(name: str, element: Element) -> None:
 
 
 def _check_finite(name: str, amax: Tensor) -> None:
-    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
+    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight to a number."""
     if bool(numerics.amax(amax).isinf()):
         raise PrecisionError(
-            f"`{name}` holds an infinite weight, which no FP8 scale can hold",
+            f"`{name}` holds an infinite weight, which no scale can hold",
             do=BROKEN_WEIGHTS,
         )

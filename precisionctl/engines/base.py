@@ -1,4 +1,4 @@
-"""Engine: what one inference engine accepts of an FP8 Hugging Face directory, as rules with their sources.
+"""Engine: what one inference engine accepts of a Hugging Face directory of codes, as rules with their sources.
 
 A new one is a file in this folder with an `ENGINE` in it. The rules need config.json, the tensors' shapes and
 dtypes, and the values of the scales alone; no weight is read.
@@ -198,7 +198,7 @@ class Engine:
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
-        """Why the engine refuses a weight of this shape as FP8 codes, in words; None if it takes it."""
+        """Why the engine refuses a weight of this shape as codes, in words; None if it takes it."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
         return served.refusal(name, spec, scheme, self.ragged)

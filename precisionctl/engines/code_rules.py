@@ -20,7 +20,7 @@ EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
-    """Weights whose codes of eight bits are not E4M3, which no engine takes."""
+    """Weights whose FP8 codes are not E4M3, which no engine takes."""
     for name in scales:
         if specs[name].packing is None and specs[name].dtype != CODES:
             yield Finding(name, f"{specs[name].dtype} codes", rule)
@@ -46,7 +46,7 @@ def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Fi
 def wrongly_ignored(
     directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
 ) -> Iterator[Finding]:
-    """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
+    """Linears that are codes and ignored, or neither: the engine would misread both."""
     is_ignored = ignore_list.of(directory.quantization)
     for name in linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
@@ -87,7 +87,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 def partly_quantized(
     scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Fused linears, or a layer's experts, of which only some are FP8 codes."""
+    """Fused linears, or a layer's experts, of which only some are codes."""
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):

@@ -1,10 +1,10 @@
 """A checkpoint as a model that computes in the precision it is stored in.
 
-FP8 codes compute as in an engine: the stored codes are the weights, and inputs are cast with their static scale, or
-with one scale per token, or per group of a token where weights have blocks. A Megatron checkpoint with delayed-scaling
-state in its `_extra_state` computes in FP8 with the scales that its next training step would use, and so does an export
-for Transformer Engine. A checkpoint of `resume` under an FP8 recipe without state computes by that recipe. Everything
-else is plain BF16, FP16 or FP32.
+Codes compute as in an engine: the stored codes are the weights, and inputs are cast with their static scale, or with
+one scale per token, or per group of a token where weights have blocks; or stay as they are, beside weights that engines
+decode. A Megatron checkpoint with delayed-scaling state in its `_extra_state` computes in FP8 with the scales that its
+next training step would use, and so does an export for Transformer Engine. A checkpoint of `resume` under an FP8 recipe
+without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES
+from precisionctl.quant_methods.base import CODES, sized
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
@@ -134,42 +134,44 @@ class _HasInputScales(Protocol):
 
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
-    largest of its weights and experts, as in engines. Indexers, and DeepSeek-V4's projection by groups, compute with
-    decoded weights. Returns the precision in words; None without codes.
+    largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers, and
+    DeepSeek-V4's projection by groups, compute with decoded weights. Returns the precision in words; None without
+    codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
-        for name in job.reads:
-            fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
+        fixed[job.module] = max(fixed.get(job.module, 0.0), *(scales.get(name, 0.0) for name in job.reads))
     kinds: dict[str, None] = {}
     for job in stored:
         weight: Quantizer
         inputs: InputQuantizer | None
         packing, linear = packed.get(job.reads[0]), model.get_submodule(job.module)
+        name = packing.name if packing else "FP8"
         if not isinstance(linear, Linear | GroupedLinear):
-            kinds[f"weights from {packing.name if packing else 'FP8'}"] = None
+            kinds[f"weights from {name}"] = None
             continue
-        if packing:
-            inputs = _packed_inputs(reader, job, packing, device)
-            if inputs is None:  # engines do not cast the inputs of a weight that is values
-                kinds[f"weights from {packing.name}"] = None
-                continue
+        inputs = _packed_inputs(reader, job, packing, device) if packing else None
+        if inputs is None and (packing or _alone(reader, job)):  # engines decode the weight, and cast no inputs
+            kinds[f"weights from {name}"] = None
+            continue
+        if inputs is not None:
             by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
             weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
-            weight = _stored_weight(reader, job, plan, device)
+            weight = (_stored_weight if _in_e4m3(reader, job) else _stored_blocks)(reader, job, plan, device)
             inputs = _static_inputs(fixed[job.module], device) or TokenInputs()
         else:
-            squares = None if fixed[job.module] else _stored_squares(reader, job, plan, device)
+            native = _in_e4m3(reader, job) and not fixed[job.module]
+            squares = _stored_squares(reader, job, plan, device) if native else None
             weight = squares or _stored_blocks(reader, job, plan, device)
             groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
             inputs = _static_inputs(fixed[job.module], device) or groups
         # A linear requires a quantizer of its gradient too; no gradient is computed here.
         _set_quantizers(linear, job, {"input": inputs, "weight": weight, "grad_output": inputs})
-        kinds[f"{packing.name if packing else 'FP8'} codes with {inputs.words} input scales"] = None
+        kinds[f"{name} codes with {inputs.words} input scales"] = None
     return " and ".join(kinds) or None
 
 
@@ -207,6 +209,23 @@ def _packed_inputs(
 def _by_row(reader: Reader, job: Job) -> bool:
     """Whether the scales can be applied to a GEMM's result: one per output channel, or one for the whole weight."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
+
+
+def _alone(reader: Reader, job: Job) -> bool:
+    """Whether the config says of FP8 weights like these that their inputs stay as they are."""
+    encodings = stored_weight_encodings(reader)
+    method = method_of(encodings)
+    if encodings is None or method is None:
+        return False
+    name = job.reads[0]
+    spec, block = encodings.weights[name], encodings.scales[name].block
+    formats = [form for form in method.read(encodings.quantization).formats if form.packing is None]
+    return not any(form.same_inputs for form in formats if sized(form.block, spec) == block)
+
+
+def _in_e4m3(reader: Reader, job: Job) -> bool:
+    """Whether the FP8 codes are those that engines multiply; others, which no engine takes, are decoded."""
+    return all(reader.specs[name].dtype == CODES for name in job.reads)
 
 
 def _set_quantizers(linear: Linear | GroupedLinear, job: Job, quantizers: Quantizers) -> None:

@@ -1,4 +1,4 @@
-"""The encoding policy for going back to FP8: weights that once were codes get the codes that they had."""
+"""The encoding policy for going back to codes: weights that once were codes get those that they had."""
 
 import math
 from collections.abc import Mapping, Sequence

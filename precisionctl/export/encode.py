@@ -224,7 +224,7 @@ _SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
 """Schemes with one scale, or one global scale, for all of a weight."""
 
 Refusal = Callable[[str, TensorSpec], str | None]
-"""A function from a weight's name and spec to why an engine does not take it as FP8; None if it does."""
+"""A function from a weight's name and spec to why an engine does not take it as codes; None if it does."""
 
 
 Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]

@@ -64,7 +64,7 @@ INT8_PLUS_128 = Element("INT8", DType.uint8, "int8", 127.0, 127.5)
 """Stored in two's complement, or as the number plus 128, which is how compressed-tensors packs it into words."""
 
 FP8: Mapping[DType, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
-"""The elements of FP8, by the dtype of their codes."""
+"""The elements of FP8, by the dtype of their codes. FNUZ are AMD's, of another bias and without negative zero."""
 
 
 def element_of(dtype: DType) -> Element:

@@ -14,14 +14,6 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-CODES: tuple[DType, ...] = (
-    DType.float8_e4m3fn,
-    DType.float8_e5m2,
-    DType.float8_e4m3fnuz,
-    DType.float8_e5m2fnuz,
-)
-"""Dtypes that a weight's codes may have; the last two are AMD's, of another bias and without negative zero."""
-
 
 @dataclass(frozen=True)
 class GlobalScale:

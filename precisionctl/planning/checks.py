@@ -7,12 +7,12 @@ from dataclasses import replace
 from precisionctl.architectures.param_map import Row
 from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
-from precisionctl.fp8.encoding import CODES
+from precisionctl.fp8.elements import FP8
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.untabled_model import UntabledModel
 
-_VALUES = (DType.bfloat16, DType.float16, DType.float32, *CODES)
+_VALUES = (DType.bfloat16, DType.float16, DType.float32, *FP8)
 """The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""
 
 _INTEGERS = (DType.int32, DType.int64)

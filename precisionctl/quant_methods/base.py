@@ -82,8 +82,8 @@ class CodeFormat:
     weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
     of blocks; `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input,
     global where there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine.
-    `same_inputs`: engines round inputs to the same format, without a fixed scale; `even_inputs`: those of MXFP4 under
-    the scales of `group_scales.mxfp4_scales`.
+    `same_inputs`: engines round inputs to the same format, by scales that they make where none is fixed; `even_inputs`:
+    those of MXFP4 under the scales of `group_scales.mxfp4_scales`.
     """
 
     block: Block
@@ -127,7 +127,7 @@ class Quantization:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The block sizes that FP8 weights may have."""
-        return tuple(form.block for form in self.formats if form.packing is None)
+        return tuple(dict.fromkeys(form.block for form in self.formats if form.packing is None))
 
     @property
     def scheme(self) -> str:
@@ -149,9 +149,9 @@ class Quantization:
         return self
 
 
-def in_fp8(blocks: Iterable[Block], static: bool | None) -> Quantization:
-    """FP8 codes with scales for such blocks."""
-    return Quantization(tuple(CodeFormat(block) for block in blocks), static)
+def in_fp8(blocks: Iterable[Block], static: bool | None, *, same_inputs: bool = True) -> Quantization:
+    """FP8 codes with scales for such blocks, and inputs in FP8, or as they are."""
+    return Quantization(tuple(CodeFormat(block, same_inputs=same_inputs) for block in blocks), static)
 
 
 def together(parts: Iterable[Quantization]) -> Quantization:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
-from precisionctl.fp8 import encoding as fp8
-from precisionctl.fp8.elements import E4M3, element_of
+from precisionctl.fp8 import zero_points
+from precisionctl.fp8.elements import E4M3, FP8, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
-from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
     FLOATS,
@@ -80,7 +79,7 @@ def coded_weights(
     packed = _packed(quantization, specs, where) if quantization else {}
     known = (*packed, *(name for name, spec in specs.items() if spec.packing))
     beside = {sibling(name, kind) for name in known for kind in (method.weight_scales if method else ())}
-    others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
+    others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in FP8}
     codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
     if not codes:
         return {}
@@ -178,7 +177,7 @@ def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec 
     not."""
     packing = form.packing
     if packing is None or stored.packing is not None:
-        fits = stored.packing == packing and (packing is not None or stored.dtype in fp8.CODES)
+        fits = stored.packing == packing and (packing is not None or stored.dtype in FP8)
         return stored if fits else None
     if (stored.dtype, suffix) != (packing.word, packing.suffix):
         return None
@@ -303,7 +302,7 @@ def complete_encoding(
         raise DamagedCheckpoint(what, where=where)
     if scales.zero_points is not None:
         words = read(scales.zero_points)
-        found = replace(found, zeros=zero_points(words, len(found.scale_inv), found.element.bits))
+        found = replace(found, zeros=zero_points.unpacked(words, len(found.scale_inv), found.element.bits))
     if scales.global_scale is None:
         return found
     value = read(scales.global_scale).float().reshape(())

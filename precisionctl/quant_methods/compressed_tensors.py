@@ -1,5 +1,5 @@
-"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv; `[1]`, `[rows, 1]`, or a grid for blocks. Codes of
-four bits are `weight_packed`; global scales of NVFP4 are divisors, 2688 / amax.
+"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv; `[1]`, `[rows, 1]`, or a grid for blocks. Packed
+codes are `weight_packed`; global scales of NVFP4 are divisors, 2688 / amax.
 
 The format of llm-compressor; vLLM, SGLang and transformers read it. Written without every key that has a default:
 older readers refuse keys that they do not know.
@@ -56,7 +56,6 @@ _MX = _FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 _NV = _FP4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 _MX4 = _FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_INT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
     "dynamic": _FP8 | {"strategy": "channel", "dynamic": False},
@@ -64,7 +63,14 @@ _WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
     "nvfp4": _NV | {"dynamic": False},
     "nvfp4a16": _NV | {"dynamic": False},
     "mxfp4": _MX4 | {"dynamic": False},
-    "w4a16": _INT | {"dynamic": False},
+    "w4a16": {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 128,
+        "dynamic": False,
+    },
 }
 _INPUTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
@@ -97,7 +103,10 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any]) -> Quantization:
-    """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8."""
+    """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8, INT8.
+
+    Raises PrecisionError for others.
+    """
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
     parts = [_group(group, config.get("format")) for group in groups]
@@ -134,7 +143,8 @@ def _group(group: object, layout: object) -> Quantization:
         block = TENSOR if strategy == "tensor" else CHANNEL
     else:
         raise _unread(f"strategy {shown(strategy)}")
-    return in_fp8([block], inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor")
+    static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
+    return in_fp8([block], static, same_inputs=inputs is not None)
 
 
 def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:

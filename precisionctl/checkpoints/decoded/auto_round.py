@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE
-from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes, WordLayout, check_alike
+from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes, WordLayout
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 
 _LIKE_GPTQ, _LIKE_AWQ = ("auto_round:auto_gptq", "auto_round:gptq"), ("auto_round:auto_awq", "auto_round:awq")
@@ -30,17 +29,16 @@ class AutoRoundCodes(TransposedCodes):
     def _layout(self, quantization: Mapping[str, Any]) -> WordLayout:
         packing = quantization.get("packing_format", _LIKE_GPTQ[1])
         if not isinstance(packing, str) or packing not in (*_LIKE_GPTQ, *_LIKE_AWQ, *_ITS_OWN):
-            what = f"codes of AutoRound in the `packing_format` {shown(packing)}, which are not read"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
-        check_alike(quantization, self._where)
+            raise self._unread(f"codes of AutoRound in the `packing_format` {shown(packing)}, which are not read")
+        self._check_alike(quantization)
         groups, bits = list[int](), list[object]()
         for said in self._settings(quantization):
             if strange := next((name for name in _NOT_READ if said.get(name)), None):
-                self._refuse(strange, said[strange])
+                raise self._other(strange, said[strange])
             if said.get("data_type", "int") != "int":
-                self._refuse("data_type", said["data_type"])
+                raise self._other("data_type", said["data_type"])
             if said.get("act_bits", 16) not in (16, 32):
-                self._refuse("act_bits", said["act_bits"])
+                raise self._other("act_bits", said["act_bits"])
             if "group_size" in said:
                 groups.append(self._group_size(said))
             if "bits" in said:
@@ -55,6 +53,5 @@ class AutoRoundCodes(TransposedCodes):
         for said in ({"group_size": 128, "bits": 4} | dict(quantization), *own.values()):
             yield {key: value for key, value in said.items() if value is not None}
 
-    def _refuse(self, key: str, value: object) -> None:
-        what = f"codes of AutoRound with `{key}` {shown(value)}, which are not read"
-        raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+    def _other(self, key: str, value: object) -> PrecisionError:
+        return self._unread(f"codes of AutoRound with `{key}` {shown(value)}, which are not read")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Chunk, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8 import numerics
 from precisionctl.param import TensorSpec
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the release in BF16."
 """What to do about codes that are not read."""
-
 
 PIECE = 1 << 20
 """Values that are decoded at once, for which several times as much memory is needed."""
@@ -60,10 +60,20 @@ class DecodedWeights(ABC):
             raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
         return self._stored.specs[name]
 
+    def _check_alone(self, weight: str, codes: str) -> None:
+        """Raise DamagedCheckpoint for a weight that is there as values, beside its codes."""
+        if weight in self._stored.specs:
+            raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {codes}", where=self._where)
+
+    def _unread(self, what: str) -> PrecisionError:
+        """The error for codes, or for a setting by which they would be worth something else, that are not read."""
+        return PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+
     def _in_bf16(self, name: str, values: Tensor, scales: str) -> Tensor:
         """Values of a weight, rounded. Raises DamagedCheckpoint for any that is infinite or NaN, by these `scales`."""
         rounded = values.bfloat16()
-        if not bool(rounded.isfinite().all()):
+        amax, has_nan = numerics.amax_and_nan(rounded)  # isfinite takes longer than decoding
+        if has_nan or bool(amax.isinf()):
             what = f"`{name}` has values that are infinite or NaN, by its codes and {scales}"
             raise DamagedCheckpoint(what, where=self._where)
         return rounded

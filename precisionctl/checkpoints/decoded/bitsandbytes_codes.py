@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import in_pieces, read_bytes, read_rows, read_tensor
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, PIECE, DecodedWeights
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_pickle import sizes
@@ -111,9 +111,7 @@ class BitsAndBytesCodes(DecodedWeights):
             raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.int8 and name not in self._rows_of_int8:
-                raise DamagedCheckpoint(
-                    f"no {name.removesuffix('weight')}SCB for its codes", where=self._where, do="Is every shard there?"
-                )
+                self._present(f"{name.removesuffix('weight')}SCB")
         self.shapes = {name: state.shape for name, state in self._states.items()}
         self.shapes |= {name: specs[name].shape for name in self._rows_of_int8}
         self.kinds = {f"{state.table.upper()} codes" for state in self._states.values()}
@@ -171,7 +169,7 @@ class BitsAndBytesCodes(DecodedWeights):
         stored = read_tensor(self._stored, f"{name}.quant_map")
         if not torch.allclose(stored, table, rtol=0, atol=_AS_GOOD_AS):
             what = f"{name}.quant_map is not {state.table.upper()}'s, by which bitsandbytes decodes it all the same"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(what)
         return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
 
     def _nested_table(self, name: str, state: _State) -> Tensor | None:
@@ -229,8 +227,7 @@ class BitsAndBytesCodes(DecodedWeights):
             return
         self._check(order, (), DType.uint8)
         if self._text(order) != b"\0":
-            what = f"{order} says that codes are in another order than rows"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(f"{order} says that codes are in another order than rows")
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
         spec = self._present(name)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.base import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, PIECE, DecodedWeights
+from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.safetensors_file import read_described
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, damage, shown
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import nibbles
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
@@ -144,8 +144,7 @@ class TorchaoCodes(DecodedWeights):
         it, that are not read."""
         kind = said["_type"]
         if not isinstance(kind, str) or kind not in _TENSOR_CLASSES:
-            what = f"{shown(name)} is torchao's {shown(kind)}, which is not read"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(f"{shown(name)} is torchao's {shown(kind)}, which is not read")
         with damage(f"what is said of {shown(name)} makes no sense", self._where):
             tensors, data, of = frozenset(said["_tensor_data_names"]), said["_data"], _TENSOR_CLASSES[kind]
             dtype = None if of.packed else DType(data["dtype"]["_data"])
@@ -155,7 +154,7 @@ class TorchaoCodes(DecodedWeights):
                 raise ValueError(f"dtype {dtype}, block_size {shown(described.block)}")
         if tensors not in of.tensors:
             what = f"{shown(name)} is torchao's {kind} with {', '.join(sorted(map(shown, tensors)))}, which is not read"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(what)
         module, _, parameter = name.rpartition(".")
         prefix = f"{module}._{parameter}_"
         return {
@@ -175,8 +174,7 @@ class TorchaoCodes(DecodedWeights):
 
     def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _FlatTensor:
         """Raises DamagedCheckpoint for tensors that do not fit one another."""
-        if name in self._stored.specs:
-            raise DamagedCheckpoint(f"{name} is there as values, and as codes: {prefix}qdata{index}", where=self._where)
+        self._check_alone(name, f"{prefix}qdata{index}")
         specs = {kind: self._present(f"{prefix}{kind}{index}") for kind in said.tensors}
         codes, scale, packed = specs["qdata"], specs["scale"], said.of.packed
         shape = (codes.rows, codes.columns * (2 if packed else 1))
@@ -196,8 +194,7 @@ class TorchaoCodes(DecodedWeights):
             what = f"{name} has {there}, which are no {said.of.words} with a scale for each block of {shown(block)}"
             raise DamagedCheckpoint(what, where=self._where)
         if not packed and specs.get("zero_point", codes).dtype not in said.of.codes:
-            what = f"{name} has zero points in {specs['zero_point'].stored_dtype}, which are not read"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(f"{name} has zero points in {specs['zero_point'].stored_dtype}, which are not read")
         codes_at, scale_at = f"{prefix}qdata{index}", f"{prefix}scale{index}"
         zeros_at = f"{prefix}zero_point{index}" if "zero_point" in said.tensors else None
         return _FlatTensor(

@@ -84,18 +84,47 @@ class TransposedCodes(DecodedWeights):
         """What the config says. Raises PrecisionError for what is not read."""
         awq, one_less = self.method == "awq", False
         if awq:
-            _check_awq(quantization, self._where)
+            self._check_awq(quantization)
         else:
-            one_less = _format_of(quantization, self._where) == "gptq"
-        check_alike(quantization, self._where)
+            one_less = self._format_of(quantization) == "gptq"
+        self._check_alike(quantization)
         bits = quantization.get("bits")
         return WordLayout(awq, one_less, [self._group_size(quantization)], [] if bits is None else [bits])
+
+    def _format_of(self, quantization: Mapping[str, Any]) -> str:
+        """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
+        found: str = _value_of(quantization, "checkpoint_format", "gptq")
+        if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
+            what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
+            raise self._unread(f"{what}, which is not read")
+        return found
+
+    def _check_awq(self, quantization: Mapping[str, Any]) -> None:
+        """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
+        if quantization.get("zero_point") not in (None, True):
+            what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
+            raise self._unread(what)
+        found = _value_of(quantization, "version", "gemm")
+        if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
+            what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
+            raise self._unread(what)
+
+    def _check_alike(self, quantization: Mapping[str, Any]) -> None:
+        """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
+        `dynamic`, a rule that begins with `-:` only names modules without codes."""
+        own = quantization.get("dynamic") or {}
+        if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
+            raise self._unread("`dynamic`, with codes of modules' own, is not read")
+        if quantization.get("pack_dtype") not in (None, "int32"):
+            what = f"codes in words of `pack_dtype` {shown(quantization['pack_dtype'])}, which are not read"
+            raise self._unread(what)
+        if quantization.get("desc_act") not in (None, True, False):
+            raise self._unread(f"`desc_act` {shown(quantization['desc_act'])}, which is neither true nor false")
 
     def _group_size(self, settings: Mapping[str, Any]) -> int:
         size = settings.get("group_size")
         if type(size) is not int or size < -1 or size == 0:
-            what = f"{shown(size)} as the size of a group"
-            raise PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)
+            raise self._unread(f"{shown(size)} as the size of a group")
         return size
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
@@ -117,17 +146,13 @@ class TransposedCodes(DecodedWeights):
             if self._last is None or (self._last.weight, self._last.first) != (name, first):
                 self._last = self._slab(name, module, first, min(step, module.out - first))
             here = slice(max(row - first, 0), row + rows - first)
-            made.append(_decoded(module, self._last, here))
+            made.append(self._in_bf16(name, _decoded(module, self._last, here), module.tensor("scales")))
         return torch.cat(made)
 
     def _slab(self, name: str, module: _Module, first: int, rows: int) -> _Slab:
         columns = slice(first, first + rows)
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
-        furthest = scales * torch.maximum(zeros, (1 << module.bits) - 1 - zeros)
-        if not bool(furthest.bfloat16().isfinite().all()):  # AutoRound's symmetric ones may be negative
-            what = f"{module.tensor('scales')} holds a scale that is infinite or NaN, or whose codes are"
-            raise DamagedCheckpoint(what, where=self._where)
         known = self._last if self._last and self._last.weight == name else None
         order = known.order if known else self._order(module)
         return _Slab(name, first, self._codes(module, columns), scales, zeros, order)
@@ -177,10 +202,7 @@ class TransposedCodes(DecodedWeights):
             ):
                 what = f"{name}.{kind} is {spec.stored_dtype} of shape {list(spec.shape)}"
                 raise DamagedCheckpoint(what, where=self._where)
-        if f"{name}.weight" in specs:
-            raise DamagedCheckpoint(
-                f"{name}.weight is there as values, and as codes: {name}.qweight", where=self._where
-            )
+        self._check_alone(f"{name}.weight", f"{name}.qweight")
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values())
         bits = next((bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
         order = specs.get(f"{name}.g_idx")
@@ -208,15 +230,16 @@ class TransposedCodes(DecodedWeights):
 
 
 def _decoded(module: _Module, slab: _Slab, here: slice) -> Tensor:
+    """Values of rows of a slab, FP32 `[n, in]`."""
     codes, scales, zeros = slab.codes[here], slab.scales[here], slab.zeros[here]
     if slab.order is not None:
         scales, zeros = scales[:, slab.order], zeros[:, slab.order]
     if module.bits == 4:
         values = torch.empty(len(codes), module.inputs)
         nibbles.decode_asymmetric(codes, "INT4", scales, zeros - 8, values, torch.empty(nibbles.SCRATCH))
-        return values.bfloat16()
+        return values
     groups = _apart(codes, module.bits)[:, : module.inputs].float().view(*scales.shape, -1)
-    return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1).bfloat16()
+    return groups.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).view(len(codes), -1)
 
 
 def _apart(packed: Tensor, bits: int) -> Tensor:
@@ -232,41 +255,7 @@ def _in_awq_order(words: Tensor) -> Tensor:
     return codes[..., _AWQ_ORDER].flatten(-2)
 
 
-def _format_of(quantization: Mapping[str, Any], where: object) -> str:
-    """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-    found: str = _value_of(quantization, "checkpoint_format", "gptq")
-    if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
-        what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
-        raise PrecisionError(f"{what}, which is not read", where=where, do=FROM_THE_RELEASE)
-    return found
-
-
-def _check_awq(quantization: Mapping[str, Any], where: object) -> None:
-    """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
-    if quantization.get("zero_point") not in (None, True):
-        what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
-        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
-    found = _value_of(quantization, "version", "gemm")
-    if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
-        what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
-        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
-
-
 def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
     """The value of a key of the config, or of `format`, its name in other versions of the tools; else the `usual`
     one."""
     return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
-
-
-def check_alike(quantization: Mapping[str, Any], where: object) -> None:
-    """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
-    `dynamic`, a rule that begins with `-:` only names modules without codes."""
-    own = quantization.get("dynamic") or {}
-    if not isinstance(own, Mapping) or not all(rule.startswith("-:") for rule in own):
-        raise PrecisionError("`dynamic`, with codes of modules' own, is not read", where=where, do=FROM_THE_RELEASE)
-    if quantization.get("pack_dtype") not in (None, "int32"):
-        what = f"codes in words of `pack_dtype` {shown(quantization['pack_dtype'])}, which are not read"
-        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)
-    if quantization.get("desc_act") not in (None, True, False):
-        what = f"`desc_act` {shown(quantization['desc_act'])}, which is neither true nor false"
-        raise PrecisionError(what, where=where, do=FROM_THE_RELEASE)

@@ -28,8 +28,8 @@ def pass_bytes(
     kernels: bool = False,
 ) -> int:
     """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss takes for so many
-    logits, and what a layer's backward takes besides. `kernels` as in Kept."""
-    kept, length = Kept.of(model, recipe, backend, kernels), recipe.data.sequence_length
+    logits, and what a layer's backward takes besides. `kernels` as in BytesKept."""
+    kept, length = BytesKept.of(model, recipe, backend, kernels), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
@@ -55,7 +55,7 @@ def pass_bytes(
 
 
 @dataclass(frozen=True)
-class Kept:
+class BytesKept:
     """Bytes that are saved for the backward, for each element of a norm's input (`norm`), of a GEMM's input (`input`)
     and of a weight (`codes`). Bytes that a layer's backward takes meanwhile, for each element of what an MLP's
     activation reads (`activated`), and of the largest of what other GEMMs read or make (`working`). A layer's channels
@@ -72,7 +72,7 @@ class Kept:
     kernels: bool = False
 
     @staticmethod
-    def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "Kept":
+    def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "BytesKept":
         """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
         keeps codes of weights for the forward, and transposed ones for the backward."""
         tensor = recipe.parallel.tensor
@@ -84,10 +84,10 @@ class Kept:
         working = 12 if emulated and fp8 else 8
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model) else working
-        return Kept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels)
+        return BytesKept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels)
 
 
-def _layer(model: ModelShape, layer: int, kept: Kept, length: int) -> float:
+def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     made = norms * kept.norm * model.hidden_size / kept.tokens
@@ -111,7 +111,7 @@ def _layer(model: ModelShape, layer: int, kept: Kept, length: int) -> float:
     return made
 
 
-def _attention(model: ModelShape, kept: Kept, length: int, shares_kv: bool, of_blocks: bool) -> float:
+def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool, of_blocks: bool) -> float:
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
     that it `shares_kv` with; with `of_blocks`, in texts of which an indexer chooses keys."""
     heads, out = model.num_attention_heads, model.projection_size
@@ -151,7 +151,7 @@ def _attention(model: ModelShape, kept: Kept, length: int, shares_kv: bool, of_b
     return made + core + (kept.input * out if kept.input < 2 else 0)
 
 
-def _delta_net(gdn: GatedDeltaNet, kept: Kept) -> float:
+def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     """Bytes that a gated delta net saves for the backward for each token, in rows of several chunks."""
     heads, keys = gdn.num_value_heads, gdn.num_value_heads * gdn.key_head_dim  # for each value head
     made = 4 * gdn.conv_size + 8 * gdn.key_size + 12 * heads
@@ -161,7 +161,7 @@ def _delta_net(gdn: GatedDeltaNet, kept: Kept) -> float:
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
 
 
-def _mixer(mamba: Mamba2, kept: Kept) -> float:
+def _mixer(mamba: Mamba2, kept: BytesKept) -> float:
     """Bytes that a Mamba-2 mixer saves for the backward for each token, in rows of several chunks."""
     heads, vectors = mamba.num_heads, 2 * mamba.num_groups * mamba.state_dim
     made = 4 * mamba.conv_size + 16 * heads
@@ -189,7 +189,7 @@ def _streams(model: ModelShape, mhc: HyperConnections) -> float:
     return _read_streams(model) + 2 * model.hidden_size + halves
 
 
-def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: Kept, length: int) -> float:
+def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that attention to a window and to compressed keys saves for each token."""
     heads, out, rows = model.num_attention_heads, model.projection_size, compressed_rows(model, layer)
     ratio = compression(model, layer)
@@ -201,7 +201,7 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: Kept, l
     return latents + core + made + 2 * out + kept.input * csa.grouped_size
 
 
-def _inner(model: ModelShape, layer: int, kept: Kept) -> float:
+def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
     hidden, moe = model.hidden_size, model.moe
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2

@@ -10,7 +10,7 @@ from functools import partial
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.activations import Kept, pass_bytes
+from precisionctl.trainer.measure.activations import BytesKept, pass_bytes
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.loss import loss_bytes
 
@@ -49,7 +49,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
-    codes = Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
+    codes = BytesKept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
     after += codes * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(tensor_sizes(model))
