@@ -153,6 +153,14 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+def test_fp8_beside_codes_has_scales_that_nothing_says_and_is_refused(tmp_path: Path, name: str) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    change(tmp_path, name, lambda each: each.to(torch.float8_e4m3fn))
+    with pytest.raises(PrecisionError, match=f"`{name}` is float8_e4m3fn: codes of a kind that cannot be read"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("spelling", "said", "match"),
     [

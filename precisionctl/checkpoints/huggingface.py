@@ -28,7 +28,7 @@ from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.encoding import CODES, Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
@@ -103,7 +103,7 @@ class HuggingFaceReader:
             what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
             raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
         if self.config.get("quantization_config"):
-            _check_packed(self.specs, path)
+            _check_packed(self.specs, self._scales, path)
 
     @property
     def container(self) -> str:
@@ -316,11 +316,13 @@ def _read_text(path: Path) -> bytes:
 _PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32), ("weight", "_packed", "_blocks")
 
 
-def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
-    """Raise PrecisionError for a matrix of integers in a directory of codes. It must be codes in a format that is not
-    read here, and without the `quantization_config` nothing could decode them."""
+def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path: Path) -> None:
+    """Raise PrecisionError for FP8 that is not among the `scaled`, and for a matrix of integers, in a directory of
+    codes. They must be codes in a format that is not read here, and without the `quantization_config` nothing could
+    decode them."""
     for name, spec in specs.items():
-        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+        integers = spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS)
+        if spec.packing is None and (integers or (spec.dtype in CODES and name not in scaled)):
             raise PrecisionError(
                 f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
                 where=path,
