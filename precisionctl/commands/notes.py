@@ -331,6 +331,9 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
     if isinstance(reader, HuggingFaceReader) and (decoded := reader.decoded) and decoded.specs:
         weights = counted(len(decoded.specs), "weight was", "weights were")
         yield f"{weights} {decoded.words}. There is no way back to those codes."
+    if isinstance(reader, HuggingFaceReader) and (idle := reader.idle_biases):
+        biases = counted(len(idle), "bias of zeros", "biases of zeros")
+        yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_is_noted: bool = False) -> Iterator[str]:
