@@ -139,6 +139,9 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     if isinstance(stored, HuggingFaceReader) and (decoded := stored.decoded) and decoded.specs:
         weights = counted(len(decoded.specs), "weight was", "weights were")
         yield f"{weights} {decoded.words}. There is no way back to those codes."
+    if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):
+        biases = counted(len(idle), "bias of zeros", "biases of zeros")
+        yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."
     if carried and of_trainer(reader):
         yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):
