@@ -201,11 +201,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return meant(name, known) or f"Known: {', '.join(known)}."
 
 
-_NEAR = 0.8
+NEAR = 0.8
 """`fp16` and `bf16`, or `fp8` and `mxfp8`, are 0.75 alike, and other things; `vlm` and `vllm` are 0.86."""
 
 
-def meant(name: str, known: Iterable[str], alike: float = _NEAR) -> str:
+def meant(name: str, known: Iterable[str], alike: float = NEAR) -> str:
     """Advice for a name that is none of the known ones: the one that was perhaps meant, at least so much `alike`; empty
     if there is none."""
     by_small = {each.lower(): each for each in known}

@@ -20,6 +20,7 @@ from precisionctl.checkpoints.decoded.methods import METHODS
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, PrecisionError
 from precisionctl.evaluate import evaluate
@@ -56,6 +57,30 @@ def test_values_are_those_of_a_slow_reader_in_bf16_and_through_megatron(tmp_path
     if spelling in ("nf4-nested", "int8"):
         conversions.run(tmp_path / "source", tmp_path / "megatron", "megatron", parallelism=Parallelism(2), workers=1)
         assert compare(source, open_checkpoint(tmp_path / "megatron")).equal
+
+
+def test_every_command_that_writes_says_that_there_is_no_way_back(tmp_path: Path) -> None:
+    """Of codes that an export rounds again, and of those of an adapter's base."""
+    base = tmp_path / "base"
+    bitsandbytes_directories.make(base, "nf4")
+    merged = tmp_path / "adapter"
+    merged.mkdir()
+    (merged / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    factors = {"A": torch.ones(2, 128), "B": torch.ones(96, 2)}
+    save_file(
+        {f"base_model.model.{UP}.lora_{factor}.weight": each for factor, each in factors.items()},
+        merged / "adapter_model.safetensors",
+    )
+    for request in (
+        Request(base, tmp_path / "export", "hf", "fp8", target="vllm", scheme="dynamic"),
+        Request(merged, tmp_path / "values", "hf", reference=base),
+        Request(merged, tmp_path / "of-adapter", "hf", "fp8", target="vllm", scheme="nvfp4a16", reference=base),
+    ):
+        notes = plan_command(request).notes
+        of_codes = [note for note in notes if "no way back" in note]
+        assert of_codes == [
+            "7 weights were NF4 codes of bitsandbytes, read as bfloat16. There is no way back to those codes."
+        ], request
 
 
 CASES = sorted(name.removesuffix(".decoded") for name in load_file(GOLDEN) if name.endswith(".decoded"))

@@ -116,6 +116,14 @@ def test_a_file_that_is_no_toml_is_one_clear_error(tmp_path: Path) -> None:
         load_recipe(tmp_path / "bad.toml")
 
 
+def test_a_key_that_is_like_none_lists_those_there_are() -> None:
+    """`warn_at` has six letters of `learning_rate` in its order."""
+    with pytest.raises(RecipeError, match=r"unknown key train.learning_rate .*Known keys: .*optimizer\.lr, "):
+        load_recipe("bf16", ["train.learning_rate=1e-4"])
+    with pytest.raises(RecipeError, match="Did you mean optimizer.lr?"):
+        load_recipe("bf16", ["train.lr=1e-4"])
+
+
 def test_a_blend_is_a_list_of_paths_and_weights() -> None:
     made = load_recipe("bf16", ['data.blend=[{path = "a", weight = 3}, {path = "b"}]'])
     assert made.data.blend == (Share("a", 3.0), Share("b", 1.0))

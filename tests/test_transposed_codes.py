@@ -1,6 +1,8 @@
 """GPTQ and AWQ: another packing of INT4 and INT8, decoded to BF16 by every command."""
 
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.request import Request
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError, UnmappedTensor
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
+from precisionctl.untrusted.safe_files import LENGTHS
 from precisionctl.verify.compare import compare
 
 EACH = pytest.mark.parametrize("spelling", transposed_directories.SPELLINGS)
@@ -150,6 +153,47 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
     tensors = stored(tmp_path)
     save_file(tensors | {f"{UP}.weight": torch.zeros(96, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedCheckpoint, match="as values, and as codes"):
+        open_checkpoint(tmp_path)
+
+
+BIASES = [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qko"]
+
+
+@pytest.mark.parametrize("family", ["llama-3", "qwen2"])
+def test_biases_of_zeros_that_the_model_does_not_have_stay_behind_and_are_told(tmp_path: Path, family: str) -> None:
+    """As AutoGPTQ's directories have them. Those of q and k are Qwen2's own."""
+    transposed_directories.make(tmp_path / "source", "gptq", family)
+    zeros = {name: torch.zeros(64 if ".k_" in name else 128, dtype=torch.float16) for name in BIASES}
+    save_file(stored(tmp_path / "source") | zeros, tmp_path / "source" / "model.safetensors")
+    theirs = [] if family == "llama-3" else BIASES[:2]
+    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", workers=1, verify=True).notes
+    assert [name for name in BIASES if name in stored(tmp_path / "bf16")] == theirs
+    many = "1 bias of zeros" if theirs else "3 biases of zeros"
+    assert any(note.startswith(many) and "self_attn." in note for note in notes)
+
+
+def test_headers_alone_do_not_say_that_biases_are_zeros(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    save_file(stored(tmp_path) | {BIASES[0]: torch.zeros(128)}, file)
+    (tmp_path / LENGTHS).write_text(json.dumps({file.name: file.stat().st_size}))
+    os.truncate(file, min(tensor.offset for tensor in read_header(file).values()))
+    assert describe(open_checkpoint(tmp_path))["precision"] == "4-bit integers of gptq, read as bfloat16"
+
+
+@pytest.mark.parametrize("bias", [torch.full((128,), 1e-7), torch.zeros(1, 128), torch.full((128,), math.nan)])
+def test_another_bias_that_the_model_does_not_have_is_refused(tmp_path: Path, bias: Tensor) -> None:
+    transposed_directories.make(tmp_path, "gptq")
+    save_file(stored(tmp_path) | {BIASES[0]: bias}, tmp_path / "model.safetensors")
+    with pytest.raises(UnmappedTensor, match="q_proj.bias"):
+        conversions.run(tmp_path, tmp_path / "bf16", "hf", workers=1)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+def test_fp8_beside_codes_has_scales_that_nothing_says_and_is_refused(tmp_path: Path, name: str) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    change(tmp_path, name, lambda each: each.to(torch.float8_e4m3fn))
+    with pytest.raises(PrecisionError, match=f"`{name}` is float8_e4m3fn: codes of a kind that cannot be read"):
         open_checkpoint(tmp_path)
 
 

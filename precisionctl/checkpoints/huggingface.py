@@ -8,10 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.families import read_model
+from precisionctl.architectures.families import read_model, table_of
+from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import unpacked
@@ -28,14 +30,15 @@ from precisionctl.checkpoints.trainer_run import TrainerRun, trainer_step
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.elements import FP8
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
-from precisionctl.quant_methods.base import Scales
+from precisionctl.quant_methods.base import FLOATS, Scales
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
-from precisionctl.untrusted.safe_files import has_file, read_file
+from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 
 
 def recognise(path: Path) -> bool:
@@ -55,7 +58,7 @@ class HuggingFaceReader:
     have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
     among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
-    bitsandbytes and others) are values here.
+    bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
     """
 
     layout: Layout = "hf"
@@ -102,8 +105,11 @@ class HuggingFaceReader:
         if self.decoded and self.model.architecture == "gpt2":
             what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
             raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
+        self.idle_biases = _idle_biases(self, self.decoded) if self.decoded else []
+        for name in self.idle_biases:
+            del self.specs[name]
         if self.config.get("quantization_config"):
-            _check_packed(self.specs, path)
+            _check_packed(self.specs, self._scales, path)
 
     @property
     def container(self) -> str:
@@ -313,14 +319,38 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
+def _idle_biases(reader: HuggingFaceReader, decoded: DecodedWeights) -> list[str]:
+    """Biases beside codes that the model does not have, all zeros: AutoGPTQ and AutoRound have written one for each
+    linear (AutoGPTQ's issue 555, in TheBloke's directories), and vLLM passes over them."""
+    specs, model = reader.specs, reader.model
+    found = {f"{name.removesuffix('weight')}bias": spec.rows for name, spec in decoded.specs.items()}
+    found = {name: rows for name, rows in found.items() if name in specs}
+    files = {reader.stored.places[name][0] for name in found}
+    if not found or any(map(whole_length, files)):  # headers alone say nothing of values
+        return []
+    for row in table_of(model).spelled(specs, model):
+        if row.present.in_layout("hf", model) and row.count(model) <= len(specs):
+            for place in row.places(model):
+                for name in names(row, "hf", place):
+                    found.pop(name, None)
+
+    def adds_nothing(name: str, rows: int) -> bool:
+        fits = specs[name].shape == (rows,) and specs[name].dtype in FLOATS
+        return fits and not bool(read_tensor(reader.stored, name).any())
+
+    return [name for name, rows in found.items() if adds_nothing(name, rows)]
+
+
 _PACKED, _OF_WEIGHTS = (DType.uint8, DType.int8, DType.int32), ("weight", "_packed", "_blocks")
 
 
-def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
-    """Raise PrecisionError for a matrix of integers in a directory of codes. It must be codes in a format that is not
-    read here, and without the `quantization_config` nothing could decode them."""
+def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path: Path) -> None:
+    """Raise PrecisionError for FP8 that is not among the `scaled`, and for a matrix of integers, in a directory of
+    codes. They must be codes in a format that is not read here, and without the `quantization_config` nothing could
+    decode them."""
     for name, spec in specs.items():
-        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+        integers = spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS)
+        if spec.packing is None and (integers or (spec.dtype in FP8 and name not in scaled)):
             raise PrecisionError(
                 f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
                 where=path,

@@ -77,7 +77,7 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":
             yield (
-                "Megatron-Core's GPTModel, built from the arguments of the result, computes another model (this one / "
+                "Megatron-Core's model, built from the arguments of the result, is another one (this one / "
                 f"Megatron's): {named}. config.json goes along: `resume` goes by it, and `convert` back."
             )
         else:
@@ -135,6 +135,13 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     yield from unread_notes(reader)
     if isinstance(reader, HuggingFaceReader) and (lone := reader.lone_cache_scales):
         yield f"{counted(len(lone), 'scale')} of a KV cache, beside weights that are no codes, stay behind."
+    stored = reader.base if isinstance(reader, AdapterReader) else reader
+    if isinstance(stored, HuggingFaceReader) and (decoded := stored.decoded) and decoded.specs:
+        weights = counted(len(decoded.specs), "weight was", "weights were")
+        yield f"{weights} {decoded.words}. There is no way back to those codes."
+    if isinstance(stored, HuggingFaceReader) and (idle := stored.idle_biases):
+        biases = counted(len(idle), "bias of zeros", "biases of zeros")
+        yield f"{biases}, which the model does not have, stay behind: e.g. {shown(idle[0])}."
     if carried and of_trainer(reader):
         yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)):
@@ -328,9 +335,6 @@ def decoded_notes(reader: Reader) -> Iterator[str]:
     for name, count in Counter(packing.name for packing in packings_of(reader).values()).items():
         weights = counted(count, "weight was", "weights were")
         yield f"{weights} {name} codes, and are what they decode to. The scales stay behind."
-    if isinstance(reader, HuggingFaceReader) and (decoded := reader.decoded) and decoded.specs:
-        weights = counted(len(decoded.specs), "weight was", "weights were")
-        yield f"{weights} {decoded.words}. There is no way back to those codes."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None, *, file_is_noted: bool = False) -> Iterator[str]:

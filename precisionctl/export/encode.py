@@ -170,7 +170,7 @@ class InScheme:
     jobs: Sequence[Job]
     refused: Mapping[str, str]
     inputs: Mapping[str, Tensor] | None = None
-    kept: Kept | None = None
+    kept: KeptList | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
         if self.format.scheme not in _SHARED:
@@ -227,7 +227,7 @@ Refusal = Callable[[str, TensorSpec], str | None]
 """A function from a weight's name and spec to why an engine does not take it as codes; None if it does."""
 
 
-Kept = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
+KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 """A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
 the names that it looks for."""
 
@@ -249,7 +249,7 @@ def in_scheme(
     why_no_state: str,
     without_blocks: Sequence[Scheme] = (),
     keep_refused: bool = False,
-    kept: Kept | None = None,
+    kept: KeptList | None = None,
 ) -> InScheme:
     """The policy that encodes a plan of BF16 values in a format.
 

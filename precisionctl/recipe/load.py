@@ -11,7 +11,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from precisionctl.errors import RecipeError, most_alike, nearest, nearest_path
+from precisionctl.errors import NEAR, RecipeError, most_alike, nearest, nearest_path
 from precisionctl.recipe.sections import Recipe
 
 TomlTable = dict[str, Any]
@@ -174,7 +174,7 @@ def _words(hint: Any) -> str:
 
 def _unknown_key(key: str, where: object) -> RecipeError:
     known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
-    near = most_alike(key.rpartition(".")[2], known)
+    near = most_alike(key.rpartition(".")[2], known, NEAR)
     hint = f"Did you mean {known[near]}?" if near else f"Known keys: {', '.join(known.values())}."
     return RecipeError(f"unknown key {key}", where=where, do=hint)
 

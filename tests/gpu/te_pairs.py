@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_parts import CSA, MLA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import CSA, MLA, MSA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import Backend, Norm
@@ -172,6 +172,17 @@ SHAPES = {
         rope_layers=(False, False),
         mamba=Mamba2("M*", 32, 8, 2, 32),
     ),
+    "like Granite 4": replace(
+        SHAPE,
+        num_layers=4,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.25,
+        logits_scaling=0.5,
+        query_pre_attn_scalar=64.0,
+        rope_layers=(False,) * 4,
+        mamba=Mamba2("ME*E", 32, 8, 2, 32),
+        moe=MoE(4, 2, 128, (False, True) * 2, shared_ffn_hidden_size=128),
+    ),
     "like Llama 4": replace(
         SHAPE,
         rotary_interleaved=True,
@@ -209,6 +220,17 @@ SHAPES = {
             expert_bias=True,
             n_hash_layers=1,
         ),
+    ),
+    "like MiniMax-M3": replace(
+        SHAPE,
+        zero_centered_gamma=True,
+        qk_layernorm=True,
+        activation="quick_gelu",
+        activation_clamp=7.0,
+        glu_offset=1.0,
+        rotary_percent=0.5,
+        msa=MSA(2, 32, 8, 4, 1, (True, False)),
+        moe=MoE(4, 2, 128, (False, True), shared_ffn_hidden_size=128, score_function="sigmoid", expert_bias=True),
     ),
     "like Cohere": replace(
         SHAPE,

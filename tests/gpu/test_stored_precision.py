@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import in_memory
+import int8_directories
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from precisionctl.evaluate import evaluate, load
 from precisionctl.evaluate.quantizers import has_block_gemms
 from precisionctl.quant_methods.base import Scheme
 from precisionctl.trainer.backends.emulated import Linear
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[torch.Size]:
@@ -58,9 +61,17 @@ def test_a_gpu_decodes_codes_of_groups_as_a_cpu_does(tmp_path: Path, scheme: Sch
     assert_alike(tmp_path, reader, text, apart=0.02 if scheme.endswith("a16") else 0.5)
 
 
+@pytest.mark.parametrize("spelling", ["w8a8", "w8a8-static-zero-points", "w8a16"])
+def test_a_gpu_decodes_int8_as_a_cpu_does(tmp_path: Path, spelling: str) -> None:
+    """By emulated products of its codes and of inputs rounded to it."""
+    _, text = sourced(tmp_path)
+    int8_directories.make(tmp_path / "out", int8_directories.SPELLINGS[spelling], num_hidden_layers=2, **SIZES)
+    assert divergence(HuggingFaceReader(tmp_path / "out"), rows_of(text, 64)[:4, :64]) < 1e-4
+
+
 def sourced(folder: Path) -> tuple[in_memory.InMemory, Path]:
     """A model with recorded state, and text."""
-    save(folder / "source", dtype=torch.bfloat16, hidden_size=256, intermediate_size=384, head_dim=128)
+    save(folder / "source", dtype=torch.bfloat16, **SIZES)
     (folder / "text.txt").write_text(" ".join(f"w{number % 249 + 1}" for number in range(7, 7000, 17)))
     return in_memory.with_state(HuggingFaceReader(folder / "source")), folder / "text.txt"
 
