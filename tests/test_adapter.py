@@ -16,6 +16,7 @@ import command_line
 import conversions
 import four_bit_directories
 import fp8_directories
+import int8_directories
 import pico
 import pytest
 import torch
@@ -231,6 +232,15 @@ def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) 
     flipped = int((as_bytes(before[f"{Q}.weight"]) != as_bytes(after[f"{Q}.weight"])).sum())
     assert any(re.search(rf"\b{flipped:,}\b|\b{flipped}\b", note) for note in again.notes), again.notes
     assert any("13 of 14 weights have the same codes" in note for note in again.notes)
+
+
+def test_of_a_base_in_int8_with_zero_points_no_codes_are_said_to_be_as_before(tmp_path: Path) -> None:
+    """What is merged is BF16, in which neighbouring codes may be one value, also where the adapter changes nothing."""
+    int8_directories.make(tmp_path / "base", int8_directories.WITH_ZERO_POINTS)
+    made = adapter(tmp_path / "adapter", linear(Q, 128, 128))
+    notes = conversions.run(made, tmp_path / "again", "hf", "fp8", reference=tmp_path / "base").notes
+    assert any(note.startswith("0 of 7 weights have the same codes and scales") for note in notes)
+    assert any("have the same scales, and codes of the same BF16 values" in note for note in notes)
 
 
 def test_of_a_base_in_four_bits_too(tmp_path: Path) -> None:
