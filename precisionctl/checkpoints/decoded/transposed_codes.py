@@ -143,7 +143,8 @@ class TransposedCodes(DecodedWeights):
         """Bytes of codes of outputs, each in the order of inputs."""
         if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
-            return words.t().contiguous().view(torch.uint8)
+            # Not .contiguous(): that leaves a single row as it is, whose words cannot be seen as bytes
+            return words.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
         return nibbles.pack(by_input.t().contiguous())
 
@@ -182,13 +183,14 @@ class TransposedCodes(DecodedWeights):
                 f"{name}.weight is there as values, and as codes: {name}.qweight", where=self._where
             )
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values())
-        bits = next((bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
+        possible = [bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))]  # several for few outputs
+        bits = next(iter([bits for bits in possible if bits in self._words.bits] or possible), 0)
         order = specs.get(f"{name}.g_idx")
         if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
             raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
         if self._words.awq:
-            inputs, fits = rows, bits == 4 and columns * 8 == out
+            inputs, fits = rows, bits == 4 and columns * 8 == out and rows % 2 == 0
         else:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
