@@ -121,7 +121,7 @@ def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
 def zero_points(words: Tensor, rows: int, bits: int) -> Tensor:
     """Integers of 4 or 8 bits, FP32 `[rows, columns]`, of int32 `[ceil(rows * bits / 32), columns]`, each of eight or
     four numbers of a column: as compressed-tensors packs zero points."""
-    stored = _laid_out(words.t()).view(torch.uint8)
+    stored = laid_out(words.t()).view(torch.uint8)
     by_column = nibbles.unpack(stored) if bits == 4 else stored
     return by_column[:, :rows].t().float() - (1 << bits - 1)
 
@@ -131,10 +131,10 @@ def packed_zero_points(zeros: Tensor, bits: int) -> Tensor:
     each = 32 // bits
     codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // each) * each, dtype=torch.uint8)
     codes[:, : len(zeros)] = zeros.t() + (1 << bits - 1)
-    return _laid_out((nibbles.pack(codes) if bits == 4 else codes).view(torch.int32).t())
+    return laid_out((nibbles.pack(codes) if bits == 4 else codes).view(torch.int32).t())
 
 
-def _laid_out(words: Tensor) -> Tensor:
+def laid_out(words: Tensor) -> Tensor:
     """A copy with the strides that its shape has by default. `contiguous` keeps other strides in dimensions of size
     1."""
     return torch.empty(words.shape, dtype=words.dtype).copy_(words)

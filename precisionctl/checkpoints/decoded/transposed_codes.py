@@ -17,6 +17,7 @@ from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeigh
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
+from precisionctl.fp8.group_scales import laid_out
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -143,8 +144,7 @@ class TransposedCodes(DecodedWeights):
         """Bytes of codes of outputs, each in the order of inputs."""
         if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
-            # Not .contiguous(): that leaves a single row as it is, whose words cannot be seen as bytes
-            return words.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            return laid_out(words.t()).view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
         return nibbles.pack(by_input.t().contiguous())
 
