@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import conversions
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.decoded import transposed_codes
+from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS, stored_places
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
 from precisionctl.commands.request import Request
@@ -154,6 +157,32 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {f"{UP}.weight": torch.zeros(96, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedCheckpoint, match="as values, and as codes"):
         open_checkpoint(tmp_path)
+
+
+def of_one(directory: Path, spelling: str, shape: tuple[int, int]) -> tuple[DecodedWeights, Tensor]:
+    """A weight of any shape alone, whose groups are whole rows, and its values."""
+    spelled = replace(transposed_directories.SPELLINGS[spelling], group=0)
+    tensors, values = transposed_directories.coded(shape, spelled, torch.Generator().manual_seed(1))
+    save_file({f"x.{kind}": each.contiguous() for kind, each in tensors.items()}, directory / "model.safetensors")
+    places = stored_places(directory, SAFETENSORS)
+    config = {"quantization_config": spelled.config | {"group_size": -1}}
+    found = decoded_weights(config, StoredTensors(places), directory)
+    assert found
+    return found, values.float().bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (24, 4), (5, 3), (40, 15), (64, 33)])
+@pytest.mark.parametrize("spelling", ["gptq", "gptq-8", "gptq-desc-act", "auto-round-8-gptqmodel"])
+def test_few_inputs_are_one_word_or_part_of_one(tmp_path: Path, spelling: str, shape: tuple[int, int]) -> None:
+    decoded, values = of_one(tmp_path, spelling, shape)
+    assert torch.equal(decoded.rows("x.weight", 0, shape[0]), values)
+
+
+def test_inputs_of_awq_are_even(tmp_path: Path) -> None:
+    decoded, values = of_one(tmp_path, "awq", (16, 6))
+    assert torch.equal(decoded.rows("x.weight", 0, 16), values)
+    with pytest.raises(DamagedCheckpoint, match="no codes of 2, 4 or 8 bits"):
+        of_one(tmp_path, "awq", (16, 7))
 
 
 BIASES = [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qko"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def unpacked(words: Tensor, rows: int, bits: int) -> Tensor:
     """FP32 `[rows, columns]`, of int32 `[ceil(rows * bits / 32), columns]`."""
-    stored = _laid_out(words.t()).view(torch.uint8)
+    stored = nibbles.laid_out(words.t()).view(torch.uint8)
     by_column = nibbles.unpack(stored) if bits == 4 else stored
     return by_column[:, :rows].t().float() - (1 << bits - 1)
 
@@ -25,10 +25,4 @@ def packed(zeros: Tensor, bits: int) -> Tensor:
     each = 32 // bits
     codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // each) * each, dtype=torch.uint8)
     codes[:, : len(zeros)] = zeros.t() + (1 << bits - 1)
-    return _laid_out((nibbles.pack(codes) if bits == 4 else codes).view(torch.int32).t())
-
-
-def _laid_out(words: Tensor) -> Tensor:
-    """A copy with the strides that its shape has by default. `contiguous` keeps other strides in dimensions of size
-    1."""
-    return torch.empty(words.shape, dtype=words.dtype).copy_(words)
+    return nibbles.laid_out((nibbles.pack(codes) if bits == 4 else codes).view(torch.int32).t())

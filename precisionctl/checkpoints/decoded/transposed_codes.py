@@ -17,6 +17,7 @@ from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeigh
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
+from precisionctl.fp8.group_scales import laid_out
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -168,7 +169,7 @@ class TransposedCodes(DecodedWeights):
         """Bytes of codes of outputs, each in the order of inputs."""
         if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
-            return words.t().contiguous().view(torch.uint8)
+            return laid_out(words.t()).view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
         return nibbles.pack(by_input.t().contiguous())
 
@@ -204,13 +205,14 @@ class TransposedCodes(DecodedWeights):
                 raise DamagedCheckpoint(what, where=self._where)
         self._check_alone(f"{name}.weight", f"{name}.qweight")
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values())
-        bits = next((bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))), 0)
+        possible = [bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))]  # several for few outputs
+        bits = next(iter([bits for bits in possible if bits in self._words.bits] or possible), 0)
         order = specs.get(f"{name}.g_idx")
         if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
             raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
         if self._words.awq:
-            inputs, fits = rows, bits == 4 and columns * 8 == out
+            inputs, fits = rows, bits == 4 and columns * 8 == out and rows % 2 == 0
         else:
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
