@@ -165,6 +165,12 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
+def laid_out(words: Tensor) -> Tensor:
+    """A copy with the strides that its shape has by default. `contiguous` keeps other strides in dimensions of size
+    1."""
+    return torch.empty(words.shape, dtype=words.dtype).copy_(words)
+
+
 @functools.cache
 def _pairs(form: NibbleFormat, device: torch.device) -> Tensor:
     """For each byte, its two numbers in FP32, bit-cast to one FP64 in this order in memory. An index_select of FP64

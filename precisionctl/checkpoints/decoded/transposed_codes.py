@@ -17,7 +17,6 @@ from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeigh
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import nibbles
-from precisionctl.fp8.group_scales import laid_out
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -169,7 +168,7 @@ class TransposedCodes(DecodedWeights):
         """Bytes of codes of outputs, each in the order of inputs."""
         if not self._words.awq:
             words = self._columns(module, "qweight", columns, 1)
-            return laid_out(words.t()).view(torch.uint8)
+            return nibbles.laid_out(words.t()).view(torch.uint8)
         by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
         return nibbles.pack(by_input.t().contiguous())
 
