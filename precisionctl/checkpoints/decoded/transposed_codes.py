@@ -90,7 +90,8 @@ class TransposedCodes(DecodedWeights):
             one_less = _format_of(quantization, self._where) == "gptq"
         check_alike(quantization, self._where)
         bits = quantization.get("bits")
-        return WordLayout(awq, one_less, [self._group_size(quantization)], [] if bits is None else [bits])
+        groups = self._group_size({"group_size": 128, **quantization})  # as transformers' GPTQConfig and AwqConfig
+        return WordLayout(awq, one_less, [groups], [] if bits is None else [bits])
 
     def _group_size(self, settings: Mapping[str, Any]) -> int:
         size = settings.get("group_size")
