@@ -159,14 +159,17 @@ def test_values_and_codes_of_one_weight_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def of_one(directory: Path, spelling: str, shape: tuple[int, int]) -> tuple[DecodedWeights, Tensor]:
-    """A weight of any shape alone, whose groups are whole rows, and its values."""
-    spelled = replace(transposed_directories.SPELLINGS[spelling], group=0)
+def of_one(
+    directory: Path, spelling: str, shape: tuple[int, int], group: int = 0, **said: int
+) -> tuple[DecodedWeights, Tensor]:
+    """A weight of any shape alone, whose groups are whole rows or of so many inputs, and its values. The size of
+    groups is `said`, or not."""
+    spelled = replace(transposed_directories.SPELLINGS[spelling], group=group)
     tensors, values = transposed_directories.coded(shape, spelled, torch.Generator().manual_seed(1))
     save_file({f"x.{kind}": each.contiguous() for kind, each in tensors.items()}, directory / "model.safetensors")
     places = stored_places(directory, SAFETENSORS)
-    config = {"quantization_config": spelled.config | {"group_size": -1}}
-    found = decoded_weights(config, StoredTensors(places), directory)
+    config = {key: value for key, value in spelled.config.items() if key != "group_size"} | said
+    found = decoded_weights({"quantization_config": config}, StoredTensors(places), directory)
     assert found
     return found, values.float().bfloat16()
 
@@ -174,15 +177,21 @@ def of_one(directory: Path, spelling: str, shape: tuple[int, int]) -> tuple[Deco
 @pytest.mark.parametrize("shape", [(16, 1), (24, 4), (5, 3), (40, 15), (64, 33)])
 @pytest.mark.parametrize("spelling", ["gptq", "gptq-8", "gptq-desc-act", "auto-round-8-gptqmodel"])
 def test_few_inputs_are_one_word_or_part_of_one(tmp_path: Path, spelling: str, shape: tuple[int, int]) -> None:
-    decoded, values = of_one(tmp_path, spelling, shape)
+    decoded, values = of_one(tmp_path, spelling, shape, group_size=-1)
     assert torch.equal(decoded.rows("x.weight", 0, shape[0]), values)
 
 
+@pytest.mark.parametrize("spelling", ["gptq-v2", "awq"])
+def test_groups_are_of_128_where_nothing_is_said_as_in_transformers(tmp_path: Path, spelling: str) -> None:
+    decoded, values = of_one(tmp_path, spelling, (16, 384), 128)
+    assert torch.equal(decoded.rows("x.weight", 0, 16), values)
+
+
 def test_inputs_of_awq_are_even(tmp_path: Path) -> None:
-    decoded, values = of_one(tmp_path, "awq", (16, 6))
+    decoded, values = of_one(tmp_path, "awq", (16, 6), group_size=-1)
     assert torch.equal(decoded.rows("x.weight", 0, 16), values)
     with pytest.raises(DamagedCheckpoint, match="no codes of 2, 4 or 8 bits"):
-        of_one(tmp_path, "awq", (16, 7))
+        of_one(tmp_path, "awq", (16, 7), group_size=-1)
 
 
 BIASES = [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qko"]

@@ -89,7 +89,8 @@ class TransposedCodes(DecodedWeights):
             one_less = self._format_of(quantization) == "gptq"
         self._check_alike(quantization)
         bits = quantization.get("bits")
-        return WordLayout(awq, one_less, [self._group_size(quantization)], [] if bits is None else [bits])
+        groups = self._group_size({"group_size": 128, **quantization})  # as transformers' GPTQConfig and AwqConfig
+        return WordLayout(awq, one_less, [groups], [] if bits is None else [bits])
 
     def _format_of(self, quantization: Mapping[str, Any]) -> str:
         """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
