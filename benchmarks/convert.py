@@ -60,7 +60,8 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
 
     from precisionctl.architectures.families import architecture_of, from_hf_config
     from precisionctl.architectures.param_map import names
-    from precisionctl.checkpoints.base import Companions, write_rows
+    from precisionctl.checkpoints.base import Companions
+    from precisionctl.checkpoints.chunks import write_rows
     from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
     from precisionctl.conversion.weights_digest import digest_weights
     from precisionctl.dtypes import DType

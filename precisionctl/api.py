@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
-from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.plan_command import plan_command

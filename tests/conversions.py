@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import write_rows
+from precisionctl.checkpoints.chunks import write_rows
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import Fp8States

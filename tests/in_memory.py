@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.architectures.families import to_hf_config
-from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
+from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.chunks import Chunk, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights

@@ -9,7 +9,7 @@ import torch
 from in_memory import InMemory, to_megatron
 from torch import Tensor
 
-from precisionctl.checkpoints.base import write_rows
+from precisionctl.checkpoints.chunks import write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.keys import write_tracker

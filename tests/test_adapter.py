@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import Hints, read_rows
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
 

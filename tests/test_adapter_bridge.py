@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from precisionctl.checkpoints.adapter.bridge import _Picked
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec

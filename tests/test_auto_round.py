@@ -10,7 +10,7 @@ import transposed_directories
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.reports.inspect import describe

@@ -13,7 +13,7 @@ from bitsandbytes_directories import quant_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import bitsandbytes_codes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
 from precisionctl.checkpoints.decoded.methods import METHODS

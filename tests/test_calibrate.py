@@ -17,7 +17,7 @@ from safetensors import safe_open
 from training import make_source, make_text, run, scales, settings
 
 from precisionctl.calibration.calibrate import Calibrated, calibrate
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command

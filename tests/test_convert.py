@@ -13,7 +13,7 @@ from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.rearrangements import Grouped
-from precisionctl.checkpoints.base import Bytes, read_tensor
+from precisionctl.checkpoints.chunks import Bytes, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trained_models import config_of, save, states, trained
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
 from precisionctl.checkpoints.dcp_model import _wrapper
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer

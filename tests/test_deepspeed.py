@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Hints, Reader, read_tensor
+from precisionctl.checkpoints.base import Hints, Reader
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trained_models import config_of, moments, save, states, trained
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, RecipeError

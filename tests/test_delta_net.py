@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 from precisionctl.architectures.delta_net_keys import prediction_layers
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

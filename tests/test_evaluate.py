@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from scoring import TOKENS, WORDS, in_fp32, rows_of, save
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main

@@ -12,7 +12,7 @@ import torch
 from cache_states import SHORT, states_for
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -27,7 +27,7 @@ from precisionctl.architectures.families import (
     to_hf_config,
 )
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, to_megatron_args
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

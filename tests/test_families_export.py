@@ -11,7 +11,7 @@ import torch
 from conversions import run
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.dtypes import DType
 

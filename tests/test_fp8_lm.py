@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from training import contents, make_source, make_text, run, settings
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

@@ -9,7 +9,8 @@ from any_models import export
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter

@@ -10,7 +10,7 @@ import torch
 from conversions import carry_out
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from precisionctl.architectures.families import to_hf_config
-from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint

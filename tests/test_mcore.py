@@ -17,7 +17,7 @@ from training import make_source, make_text, run, settings
 
 from precisionctl import errors
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Box, read_tensor, write_rows
+from precisionctl.checkpoints.chunks import Box, read_tensor, write_rows
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.megatron.logical import flat_boxes, logical_tensors
 from precisionctl.checkpoints.torch_dist.masters import differing_masters

@@ -12,7 +12,7 @@ from judges import CORE
 from pico import make, save
 from transformers import LlamaForCausalLM
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command

@@ -13,7 +13,7 @@ from core_models import MODELS, of_experts, of_stages, peer
 from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_dist.masters import differing_masters

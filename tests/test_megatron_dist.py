@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Companions, read_tensor
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, carry_run
 from precisionctl.checkpoints.torch_dist import placement

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.param_map import Row
-from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -11,7 +11,7 @@ import torch
 from programs import MEGATRON, run_program
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_rows, read_tensor, write_rows
+from precisionctl.checkpoints.chunks import read_rows, read_tensor, write_rows
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader

@@ -21,7 +21,7 @@ from trained_models import config_of, moments, save, states, trained
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.provider import describes, from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint

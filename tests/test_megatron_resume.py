@@ -17,7 +17,7 @@ from programs import MEGATRON, run_program
 from training import make_place, make_source, run, settings
 
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError, UnmappedTensor

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mcore_runs import VOCABULARY, trained
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command

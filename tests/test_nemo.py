@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command

@@ -11,7 +11,7 @@ import torch
 from trained_models import RATE, moments, train
 from transformers import Trainer
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.numbered_optimizer import ORDERS, NumberedOptimizer, parameter_order
 from precisionctl.checkpoints.open import open_checkpoint

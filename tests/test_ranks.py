@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 import precisionctl.conversion.convert
 import precisionctl.conversion.worker
-from precisionctl.checkpoints.base import Chunked, write_rows
+from precisionctl.checkpoints.chunks import Chunked, write_rows
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request

@@ -15,7 +15,7 @@ from pico import save as save_pico
 from programs import run_program
 from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command

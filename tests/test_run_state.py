@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import carry_out
 
-from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.open import open_checkpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import contents, losses, run, run_with_kills, scales, settings
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError

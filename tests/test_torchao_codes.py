@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded import torchao_codes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.encodings_file import StoredTensors

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.decoded import transposed_codes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights

@@ -15,7 +15,7 @@ from conversions import run
 from mcore_runs import trained
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main

@@ -12,7 +12,7 @@ import torch
 from checkpoint_mutations import changed_configs
 from transformers import AutoModelForCausalLM
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
 from precisionctl.same_model import differences

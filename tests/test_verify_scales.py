@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from conversions import run
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint

@@ -12,7 +12,7 @@ import verl_files
 from torch import Tensor
 from trained_models import moments, trained
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.verl import VerlReader

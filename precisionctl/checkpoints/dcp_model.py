@@ -14,7 +14,8 @@ from os.path import commonprefix
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torchtitan
-from precisionctl.checkpoints.base import Chunk, Hints, whole
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.dcp_optimizer import split_off, with_names
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.megatron.logical import LogicalTensor, check_whole, chunks_of, slices

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Chunk, Companions
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import to_json, write_companions
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import config_of_values

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.param import TensorSpec
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.dcp_model import ACCELERATE, ACCELERATE_OPTIMIZER, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, MASTER

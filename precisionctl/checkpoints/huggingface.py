@@ -11,7 +11,8 @@ from typing import Any
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
-from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor
+from precisionctl.checkpoints.base import Companions, Container, Hints
+from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights

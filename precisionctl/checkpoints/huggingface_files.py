@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name
 from precisionctl.checkpoints.output import lay_out_file

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
+from precisionctl.checkpoints.base import Writer
+from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
 from precisionctl.checkpoints.output import chunk_files, sync_all
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.fused_experts import stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.checkpoints.trainer_run import (

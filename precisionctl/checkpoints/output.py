@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from precisionctl.checkpoints.base import Chunked
+from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
 _TOKEN = ".unfinished"

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Chunk, Hints
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.flat import FlatTensor, FlatTensors
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.torch_zip import LocatedTensor

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Chunked, read_rows
+from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.model_shape import ModelShape
 from precisionctl.torch_when_used import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precisionctl.checkpoints.base import Bytes, in_pieces
+from precisionctl.checkpoints.chunks import Bytes, in_pieces
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from precisionctl.checkpoints.base import Chunk, Chunked
+from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.output import chunk_files, forget, sync_all
 from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal

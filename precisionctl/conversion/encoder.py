@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Chunked, read_rows
+from precisionctl.checkpoints.chunks import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.dtypes import DType

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
-from precisionctl.checkpoints.base import Chunk, Chunked
+from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding

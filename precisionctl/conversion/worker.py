@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import (
+from precisionctl.checkpoints.chunks import (
     Bytes,
     Chunk,
     Chunked,

@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, packings_of, read_tensor
+from precisionctl.checkpoints.base import Reader, packings_of
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.weight_encodings import method_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.dtypes import DType

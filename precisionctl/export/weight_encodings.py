@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import Chunk, Reader, whole
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.conversion.weights_digest import digest_weights

@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8.statistics import Statistics

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Bytes, Reader
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import Bytes
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.fp8 import nibbles, numerics

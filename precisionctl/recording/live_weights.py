@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from precisionctl.architectures.families import read_model
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.fused_experts import is_stack
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType

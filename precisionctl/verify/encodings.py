@@ -4,7 +4,7 @@ codes."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precisionctl.checkpoints.base import in_pieces
+from precisionctl.checkpoints.chunks import in_pieces
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings
 from precisionctl.verify.configs import Found, compare_quantization

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precisionctl.checkpoints.base import Bytes, Reader, bytes_of, in_pieces, read_bytes, read_tensor
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec

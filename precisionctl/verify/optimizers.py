@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_bytes
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import in_pieces, read_bytes
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec
 from precisionctl.planning.make_plan import make_plan

@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.dtypes import DType
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat

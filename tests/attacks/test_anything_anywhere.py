@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from precisionctl.architectures.megatron_args import read_megatron_args
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Hints, read_tensor
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter

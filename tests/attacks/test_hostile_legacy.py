@@ -11,7 +11,7 @@ import pytest
 import torch
 from legacy_files import ARGS, SHAPES
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps

@@ -11,7 +11,7 @@ import pico
 import torch
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 
 WHEELS = ("auto-round==0.16.1", "py-cpuinfo==9.0.0")

@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Hints, read_tensor
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
 from precisionctl.checkpoints.open import open_checkpoint

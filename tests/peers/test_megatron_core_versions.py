@@ -11,7 +11,7 @@ import pytest
 import torch
 from core_models import SAVED_ARGS, of_stages, peer
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.masters import differing_masters

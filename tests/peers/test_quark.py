@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.evaluate import load
 

@@ -29,7 +29,8 @@ sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are hal
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints import dcp, safetensors_file, torch_zip
     from precisionctl.checkpoints.adapter import lora_config
-    from precisionctl.checkpoints.base import NO_HINTS, Companions, read_tensor
+    from precisionctl.checkpoints.base import NO_HINTS, Companions
+    from precisionctl.checkpoints.chunks import read_tensor
     from precisionctl.checkpoints.dcp_model import DcpModelReader
     from precisionctl.checkpoints.dcp_writer import DcpWriter
     from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader

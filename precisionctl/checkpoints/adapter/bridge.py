@@ -20,7 +20,8 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Place, Row, names
 from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
-from precisionctl.checkpoints.base import Chunk, Chunked, Hints, Reader, read_rows, whole
+from precisionctl.checkpoints.base import Hints, Reader
+from precisionctl.checkpoints.chunks import Chunk, Chunked, read_rows, whole
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.provider import BRIDGE, bridge_section
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, at, shown

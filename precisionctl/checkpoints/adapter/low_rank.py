@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch

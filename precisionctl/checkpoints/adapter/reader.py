@@ -16,7 +16,8 @@ from pathlib import Path
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
-from precisionctl.checkpoints.base import Chunk, Chunked, Companions, Container, Hints, Reader, whole
+from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
+from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of, read_companions
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS

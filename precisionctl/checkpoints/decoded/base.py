@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import in_pieces, read_bytes, read_rows, read_tensor
+from precisionctl.checkpoints.chunks import in_pieces, read_bytes, read_rows, read_tensor
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.dtypes import DType

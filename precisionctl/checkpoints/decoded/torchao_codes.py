@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Box, in_pieces, read_box, read_rows
+from precisionctl.checkpoints.chunks import Box, in_pieces, read_box, read_rows
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.decoded.base import PIECE, DecodedWeights
 from precisionctl.checkpoints.fused_experts import stored_name

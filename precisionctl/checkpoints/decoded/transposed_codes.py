@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.base import Box, read_box, read_tensor
+from precisionctl.checkpoints.chunks import Box, read_box, read_tensor
 from precisionctl.checkpoints.decoded.base import FROM_THE_RELEASE, DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown

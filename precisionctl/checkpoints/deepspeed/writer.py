@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import torch_zip_writer
-from precisionctl.checkpoints.base import Chunk, Companions, whole
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.companions import to_json, write_companions
 from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.fused_experts import stacked, stored_name

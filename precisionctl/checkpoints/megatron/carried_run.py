@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
-from precisionctl.checkpoints.base import Chunk, Companions, Reader
+from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload

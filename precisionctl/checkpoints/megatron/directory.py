@@ -10,7 +10,8 @@ from typing import Any
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
-from precisionctl.checkpoints.base import WITH_REFERENCE, Chunked, Companions, Hints
+from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
+from precisionctl.checkpoints.chunks import Chunked
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS

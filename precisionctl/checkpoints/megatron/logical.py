@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import Box, Chunk
+from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec, state_name

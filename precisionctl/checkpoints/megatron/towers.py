@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.base import Chunk, Chunked, Reader, Writer
+from precisionctl.checkpoints.base import Reader, Writer
+from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import (
     MAX_SHARD_SIZE,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Chunk, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import MARKER

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Box
+from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, LogicalTensor, TensorPart, flat_boxes
 from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered

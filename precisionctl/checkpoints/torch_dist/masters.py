@@ -6,7 +6,7 @@ another, its rounded master weight would differ from the stored weight.
 
 from __future__ import annotations
 
-from precisionctl.checkpoints.base import in_pieces, read_rows
+from precisionctl.checkpoints.chunks import in_pieces, read_rows
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Box, Chunk, in_pieces, shard_boxes
+from precisionctl.checkpoints.chunks import Box, Chunk, in_pieces, shard_boxes
 from precisionctl.checkpoints.megatron.keys import count_experts, expert_of, layer_of
 from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.param import Parallelism, TensorSpec

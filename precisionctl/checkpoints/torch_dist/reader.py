@@ -14,7 +14,8 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.adapter import bridge
-from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints, Reader
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (

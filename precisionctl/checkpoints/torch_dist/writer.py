@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
-from precisionctl.checkpoints.base import Chunk, Companions
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, RESHARDABLE, CarriedRun

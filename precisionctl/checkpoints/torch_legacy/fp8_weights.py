@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import shard_boxes
+from precisionctl.checkpoints.chunks import shard_boxes
 from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
 from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor

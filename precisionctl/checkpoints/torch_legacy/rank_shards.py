@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from precisionctl.checkpoints.base import Box, Chunk, read_rows
+from precisionctl.checkpoints.chunks import Box, Chunk, read_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
 from precisionctl.checkpoints.torch_zip import LocatedTensor

@@ -18,7 +18,8 @@ from typing import Any
 from precisionctl.architectures.indexer_args import DSA_NAME
 from precisionctl.architectures.recurrent_args import read_delta_net, read_mamba
 from precisionctl.architectures.streams_args import CSA_NAME
-from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING

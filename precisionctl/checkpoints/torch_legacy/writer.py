@@ -15,7 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip_writer
-from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.chunks import Box, Chunk, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun

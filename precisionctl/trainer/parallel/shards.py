@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints.base import shard_boxes, whole
+from precisionctl.checkpoints.chunks import shard_boxes, whole
 from precisionctl.checkpoints.module import TensorShard
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
