@@ -77,8 +77,8 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":
             yield (
-                "Megatron-Core's model, built from the arguments of the result, is another one (this one / "
-                f"Megatron's): {named}. config.json goes along: `resume` goes by it, and `convert` back."
+                "Megatron-Core, by the arguments of the result, computes another model (this one / Megatron's): "
+                f"{named}. config.json goes along: `resume` goes by it, and `convert` back."
             )
         else:
             yield f"Megatron's arguments do not say all of this model (the result / Megatron by them): {named}."
