@@ -15,7 +15,7 @@ from precisionctl.checkpoints.base import Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
-from precisionctl.checkpoints.decoded.methods import decoded_weights
+from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import unpacked
 from precisionctl.checkpoints.huggingface_files import (
@@ -80,7 +80,7 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        if self._file_format is not SAFETENSORS and _quant_method(self.config) == "torchao":
+        if self._file_format is not SAFETENSORS and quant_method_of(self.config) == "torchao":
             raise PrecisionError(
                 "tensors of torchao in pickles, which are not read",
                 where=path,
@@ -305,11 +305,6 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
         found = {"quant_method": "modelopt"} | found
     return config | {"quantization_config": found} if found else config
-
-
-def _quant_method(config: Mapping[str, Any]) -> object:
-    found = config.get("quantization_config")
-    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _read_text(path: Path) -> bytes:

@@ -7,7 +7,7 @@ next training step would use, and so does an export for Transformer Engine. A ch
 without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
@@ -48,7 +49,7 @@ from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES, sized
+from precisionctl.quant_methods.base import CODES, CodeFormat, sized
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
@@ -142,6 +143,12 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
+    if not stored:
+        return None
+    found = stored_weight_encodings(reader)
+    method = method_of(found)
+    encodings = found if method else None
+    formats = method.read(found.quantization).formats if found and method else ()
     fixed: dict[str, float] = {}
     for job in stored:
         fixed[job.module] = max(fixed.get(job.module, 0.0), *(scales.get(name, 0.0) for name in job.reads))
@@ -154,8 +161,9 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         if not isinstance(linear, Linear | GroupedLinear):
             kinds[f"weights from {name}"] = None
             continue
-        inputs = _packed_inputs(reader, job, packing, device) if packing else None
-        if inputs is None and (packing or _alone(reader, job)):  # engines decode the weight, and cast no inputs
+        inputs = _packed_inputs(encodings, formats, job, packing, device) if encodings and packing else None
+        alone = bool(packing) or (encodings is not None and _alone(encodings, formats, job.reads[0]))
+        if inputs is None and alone:  # engines decode the weight, and cast no inputs
             kinds[f"weights from {name}"] = None
             continue
         if inputs is not None:
@@ -181,14 +189,10 @@ def _static_inputs(scale_inv: float, device: torch.device) -> StaticInputs | Non
 
 
 def _packed_inputs(
-    reader: Reader, job: Job, packing: Packing, device: torch.device
+    encodings: WeightEncodings, formats: Sequence[CodeFormat], job: Job, packing: Packing, device: torch.device
 ) -> Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs | None:
     """How engines round the inputs of weights that are packed codes; None where they do not. Of several scales that are
     computed as one, engines take the largest number that is stored, or, with zero points, the range of all."""
-    encodings = stored_weight_encodings(reader)
-    method = method_of(encodings)
-    if encodings is None or method is None:
-        return None
     scales = [encodings.scales[name] for name in job.reads]
     if any(each.input for each in scales):
         stored = torch.stack([read_tensor(encodings.stored, each.input).reshape(()) for each in scales if each.input])
@@ -200,7 +204,6 @@ def _packed_inputs(
             ranges = [stored.float() * (end - torch.tensor(zeros)) for end in (-128, 127)]
             return Int8Inputs.of_range(ranges[0].amin().to(device), ranges[1].amax().to(device))
         return Nvfp4Inputs(largest if scales[0].divides else largest.reciprocal())
-    formats = method.read(encodings.quantization).formats
     form = next((form for form in formats if form.same_inputs and form.packing == packing), None)
     if form is not None and packing.element.is_integer:
         return Int8TokenInputs(form.input_zero_point is not None)
@@ -212,16 +215,11 @@ def _by_row(reader: Reader, job: Job) -> bool:
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
 
 
-def _alone(reader: Reader, job: Job) -> bool:
-    """Whether the config says of FP8 weights like these that their inputs stay as they are."""
-    encodings = stored_weight_encodings(reader)
-    method = method_of(encodings)
-    if encodings is None or method is None:
-        return False
-    name = job.reads[0]
+def _alone(encodings: WeightEncodings, formats: Sequence[CodeFormat], name: str) -> bool:
+    """Whether the config says of FP8 weights like this one that their inputs stay as they are."""
     spec, block = encodings.weights[name], encodings.scales[name].block
-    formats = [form for form in method.read(encodings.quantization).formats if form.packing is None]
-    return not any(form.same_inputs for form in formats if sized(form.block, spec) == block)
+    alike = (form for form in formats if form.packing is None and sized(form.block, spec) == block)
+    return not any(form.same_inputs for form in alike)
 
 
 def _in_e4m3(reader: Reader, job: Job) -> bool:

@@ -20,10 +20,15 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""
 
 
+def quant_method_of(config: Mapping[str, Any]) -> object:
+    """What a config.json names as its `quant_method`; None if nothing."""
+    quantization = config.get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+
+
 def decoded_weights(config: Mapping[str, Any], stored: StoredTensors, where: object) -> DecodedWeights | None:
     """The weights that are read as values among the `stored` tensors of a directory with this config.json; None if it
     names another method, or none. Raises as DecodedWeights."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    method = quant_method_of(config)
     found = METHODS.get(method) if isinstance(method, str) else None
-    return found(stored, quantization, where) if found and quantization else None
+    return found(stored, config["quantization_config"], where) if found else None
