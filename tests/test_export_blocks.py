@@ -19,12 +19,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import convert
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
 from precisionctl.param import Parallelism
 from precisionctl.trainer.model.attention import CoreAttention

@@ -22,11 +22,11 @@ from precisionctl.commands.notes import (
     rounded_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import TE, Request
+from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import PrecisionError, RecipeError, nearest
+from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
@@ -54,14 +54,14 @@ _IN_WORDS: Mapping[Scheme, str] = {
 }
 
 
-def for_engine(request: Request, source: Source) -> Result:
-    """A result for an engine; `convert` names none, and gets the spelling that transformers and vLLM read.
+def for_engine(request: Request, source: Source, engine: Engine) -> Result:
+    """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
     reader, known, model = source.reader, source.known, source.plan.model
-    engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
+    precision = request.numerics(model)
     scheme, why, notes = request.scheme, "", []
     if request.target is None:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
@@ -79,7 +79,7 @@ def for_engine(request: Request, source: Source) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
+        partial(engine.refusal, block=BLOCKS[scheme], served=served(source.plan, request.ranks)),
         without_blocks=[
             each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
         ],
@@ -193,14 +193,6 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
 
 _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
-
-
-def engine_named(name: str) -> Engine:
-    """The engine of a name. Raises RecipeError for another, with what is perhaps meant."""
-    known = engines()
-    if name not in known:
-        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, TE)))
-    return known[name]
 
 
 def as_before(request: Request, source: Source) -> Result:

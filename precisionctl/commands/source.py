@@ -15,11 +15,11 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import TORCHTITAN, Request
+from precisionctl.commands.request import TE, TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.dtypes import DType
-from precisionctl.engines.base import engines
+from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
@@ -38,7 +38,8 @@ class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
     `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from training or
-    `calibrate`. `trained` is the reader if its optimizer is converted, too.
+    `calibrate`. `trained` is the reader if its optimizer is converted, too. `engine` is the one whose form weights get
+    as codes; None for values, and for the codes that they had before.
     """
 
     reader: Reader
@@ -46,6 +47,7 @@ class Source:
     encodings: WeightEncodings | None
     known: KnownState
     trained: MegatronReader | TrainedReader | None
+    engine: Engine | None
 
     @cached_property
     def calibrated(self) -> Fp8States | None:
@@ -81,7 +83,7 @@ def open_source(request: Request) -> Source:
     )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
-    if request.for_inference and (request.target or request.recipe) and method and method.own_names:
+    if request.for_inference and request.says_which_codes and method and method.own_names:
         encodings = None  # engines read these codes only as they were released
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
@@ -92,7 +94,10 @@ def open_source(request: Request) -> Source:
             where=request.source,
             do="Leave --precision out; --drop-optimizer writes the weights alone.",
         )
-    engine = engines().get(request.target or "")
+    were_codes = encodings is not None and bool(encodings.quantization)
+    engine = None
+    if request.for_engine and (request.says_which_codes or not were_codes):
+        engine = engine_named(request.target or "vllm", TE)  # transformers reads what vLLM does
     plan = make_plan(
         reader,
         request.to,
@@ -106,12 +111,12 @@ def open_source(request: Request) -> Source:
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    if request.include or request.exclude:
+    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
+    if request.include or request.exclude:  # what was recorded is of all that a recipe computes in FP8
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
-    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
-    return Source(reader, plan, encodings, known, trained)
+    return Source(reader, plan, encodings, known, trained, engine)
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:

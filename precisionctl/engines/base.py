@@ -32,10 +32,10 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout, text_config
-from precisionctl.errors import PrecisionctlError
+from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.errors import PrecisionctlError, RecipeError, nearest
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import FOUR_BITS, Scheme
+from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Scheme
 from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ class Engine:
         )
         served = ServingLayout.of(config, ranks)
         codes = {name: specs[name] for name in scales}
-        schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
-        shapes = (self.check_shape(name, spec, schemes[name], served) for name, spec in codes.items())
+        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *missing_keys,
@@ -191,17 +190,19 @@ class Engine:
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
 
-    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
-        """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
-        rule = self.blocks if scheme in CUT else self.aligned
-        what = self.refusal(name, spec, scheme, served)
+    def check_shape(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> Finding | None:
+        """The rule that a weight of this shape breaks as codes with a scale for each block; None where it breaks
+        none."""
+        rule = self.aligned if block in (TENSOR, CHANNEL) else self.blocks
+        what = self.refusal(name, spec, block, served)
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
-    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
-        """Why the engine refuses a weight of this shape as codes, in words; None if it takes it."""
+    def refusal(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> str | None:
+        """Why the engine refuses a weight of this shape as codes with a scale for each block, in words; None if it
+        takes it."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
-        return served.refusal(name, spec, scheme, self.ragged)
+        return served.refusal(name, spec, block, self.ragged)
 
     def _unread(self, name: str) -> bool:
         return not self.reads_conv1d and bool(_CONV1D.fullmatch(name))
@@ -299,6 +300,15 @@ _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_project
 def engines() -> dict[str, Engine]:
     """Every engine in this folder, and of plug-ins, by the name that `--target` takes."""
     return discover_names(precisionctl.engines, "ENGINE", Engine, lambda engine: [engine.name])
+
+
+def engine_named(name: str, *others: str) -> Engine:
+    """The engine of a name. Raises RecipeError for another, with what is perhaps meant: an engine, or one of the
+    `others` that may stand in its place."""
+    known = engines()
+    if name not in known:
+        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, *others)))
+    return known[name]
 
 
 def _in_words(scheme: str) -> str:
