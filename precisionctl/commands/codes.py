@@ -10,16 +10,12 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
-    adapter_notes,
-    companion_notes,
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
-    left_behind_notes,
-    missing_notes,
-    model_notes,
     rounded_notes,
+    source_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import Request
@@ -117,10 +113,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += model_notes(reader, source.plan, named=request.architecture is not None)
-    notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += [*source_notes(request, source), *in_bf16_notes(source.plan, precision, policy.refused)]
     notes += rounded_notes(reader, plan)
-    notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
@@ -204,10 +198,7 @@ def as_before(request: Request, source: Source) -> Result:
     plan = encode(source.plan, policy)
     notes = [
         *edge_notes(encodings, reader.specs, plan),
-        *model_notes(reader, plan, named=request.architecture is not None),
-        *left_behind_notes(reader),
-        *adapter_notes(reader),
-        *companion_notes(reader),
+        *source_notes(request, source),
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]

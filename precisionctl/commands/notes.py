@@ -21,6 +21,7 @@ from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
+from precisionctl.commands.source import Source
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, shown
@@ -49,7 +50,21 @@ _NAMES = {
 """Whose names a family has, where not Megatron-Core's."""
 
 
-def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
+def source_notes(request: Request, source: Source) -> Iterator[str]:
+    """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
+    reader, plan = source.reader, source.plan
+    yield from _family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
+    if plan.target == "hf":
+        yield from vocabulary_notes(reader)
+    yield from _padding_notes(reader, plan)
+    yield from _left_behind_notes(reader, carried=source.trained is not None)
+    yield from _adapter_notes(reader)
+    yield from _companion_notes(reader)
+    if plan.target == "hf":
+        yield from _missing_notes(reader)
+
+
+def _family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
     """Notes on the family of the source, whose tensors are this model's, and that it was guessed, unless the command
     named it (`named`)."""
     table = table_of(model)
@@ -130,7 +145,7 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
 
 
-def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
+def _left_behind_notes(reader: Reader, *, carried: bool) -> Iterator[str]:
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     yield from unread_notes(reader)
     if isinstance(reader, HuggingFaceReader) and (lone := reader.lone_cache_scales):
@@ -163,7 +178,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"Older FP8 state of {of}, which the run did not record, stays behind."
 
 
-def adapter_notes(reader: Reader) -> Iterator[str]:
+def _adapter_notes(reader: Reader) -> Iterator[str]:
     """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
@@ -184,7 +199,7 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def companion_notes(reader: Reader) -> Iterator[str]:
+def _companion_notes(reader: Reader) -> Iterator[str]:
     """Notes on files beside the weights that are not copied, and on code among those that are."""
     yield from reader.companions.notes
     if code := reader.companions.code:
@@ -207,7 +222,7 @@ def tower_notes(plan: Plan) -> Iterator[str]:
     )
 
 
-def missing_notes(reader: Reader) -> Iterator[str]:
+def _missing_notes(reader: Reader) -> Iterator[str]:
     """A note on files that a complete directory has and the source, and so the result, does not."""
     files = reader.companions.files
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
@@ -226,7 +241,7 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+def _padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
     if not of_megatron(reader):
         return
@@ -239,15 +254,6 @@ def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
         )
-
-
-def model_notes(reader: Reader, plan: Plan, *, named: bool) -> Iterator[str]:
-    """Notes on what the source leaves open of its model, and the command if it did not name the family (`named`), and
-    on what becomes of the vocabulary."""
-    yield from family_notes(reader, plan.model, plan.target, named=named)
-    if plan.target == "hf":
-        yield from vocabulary_notes(reader)
-    yield from padding_notes(reader, plan)
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
