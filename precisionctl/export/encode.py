@@ -182,7 +182,7 @@ class InScheme:
                 encode = self._encode(job, plan)
                 others = {other.writes[0]: other.reads[0] for other in group if other is not job}
                 given = self._input_scales(encode, group)
-                encodes[job.name] = replace(encode, shared=True, alongside=others, input_scales=given)
+                encodes[job.name] = replace(encode, shared=True, alongside=others, known=given)
         return encodes
 
     def _input_scales(self, encode: Encode, group: Sequence[Job]) -> dict[str, float]:
@@ -197,7 +197,7 @@ class InScheme:
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.weights}
-        return Encode(scales, input_scales={}, numbers=self.format.numbers)
+        return Encode(scales, known={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
