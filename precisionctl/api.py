@@ -132,11 +132,12 @@ def verify(
     return compare(*readers, fp8=fp8, state=state, on_bytes=on_bytes)
 
 
-def check_target(path: StrPath, target: str, ranks: int = 1) -> list[Finding]:
-    """The rules of an engine (or of `te`) that an exported directory breaks, served on `ranks` GPUs; those whose
-    `rule.fatal` is true keep it from being loaded, or from being read rightly. Raises RecipeError for an unknown
-    target, or `te` on several GPUs, and UnknownFormat for what is no Hugging Face directory."""
-    return [*check_reader(open_reader(Path(path)), target, ranks).findings]
+def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
+    """The rules of an engine (or of `te`) that an exported directory breaks, served on `ranks` GPUs, which get experts
+    whole if `expert_parallel`; those whose `rule.fatal` is true keep it from being loaded, or from being read rightly.
+    Raises RecipeError for an unknown target, `te` on several GPUs or experts on one, and UnknownFormat for what is no
+    Hugging Face directory."""
+    return [*check_reader(open_reader(Path(path)), target, ranks, expert_parallel=expert_parallel).findings]
 
 
 def inspect(path: StrPath, iteration: int | None = None) -> Mapping[str, Any]:

@@ -175,6 +175,30 @@ def test_blocks_are_cut_and_joined_whole(engine, case):
         assert finding.rule == engine.blocks and finding.rule.fatal
 
 
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("linear, shape", [("gate_proj", (768, 2048)), ("down_proj", (2048, 768))])
+def test_experts_are_cut_unless_they_are_dealt_out_whole(engine, linear, shape):
+    """Qwen3-30B-A3B on 8 GPUs. vLLM: FusedMoEParallelConfig.make; SGLang: check_quantized_moe_compatibility divides
+    moe_intermediate_size by tp_size // ep_size."""
+    name, weight = f"{LAYER}.mlp.experts.0.{linear}.weight", TensorSpec(shape, CODES)
+    cut = engine.check_shape(name, weight, SQUARE, ServingLayout(32, 4, 8))
+    assert cut and "on each of 8 GPUs" in cut.what and "--expert-parallel" in cut.what
+    assert not engine.check_shape(name, weight, SQUARE, ServingLayout(32, 4, 8, expert_parallel=True))
+
+
+def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it():
+    vllm, spread = ENGINES["vllm"], ServingLayout(4, 4, 2, expert_parallel=True)
+    shared = f"{LAYER}.mlp.shared_experts.gate_proj.weight"  # engines cut it as any other linear
+    for served in (ServingLayout(4, 4, 2), spread):
+        cut = vllm.check_shape(shared, TensorSpec((640, 256), CODES), SQUARE, served)
+        assert cut and cut.what.endswith("are not a multiple of 128")
+        whole = vllm.check_shape(
+            f"{LAYER}.mlp.experts.7.gate_proj.weight", TensorSpec((192, 256), CODES), SQUARE, served
+        )
+        assert whole and "--expert-parallel" not in whole.what
+    assert "shape [192, 256]," in whole.what
+
+
 def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
     vllm, served = ENGINES["vllm"], ServingLayout(4, 4, 2)
     finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), CHANNEL, served)
@@ -212,3 +236,13 @@ def test_latent_projections_are_one_linear_to_engines():
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_the_command_that_serves_a_directory_can_be_pasted_whatever_its_name(engine: Engine) -> None:
     assert "my models/it's" in shlex.split(engine.serve("my models/it's", 2, fp8_cache=True))
+
+
+def test_the_command_that_serves_a_directory_says_that_experts_stay_whole() -> None:
+    """As in the engines' documentation: vLLM spreads experts over all GPUs, the others are told over how many."""
+    words = {name: shlex.split(engine.serve("x", 8, expert_parallel=True)) for name, engine in ENGINES.items()}
+    assert words["vllm"][-3:] == ["--tensor-parallel-size", "8", "--enable-expert-parallel"]
+    assert words["sglang"][-4:] == ["--tp", "8", "--ep-size", "8"]
+    assert words["tensorrt-llm"][-4:] == ["--tp_size", "8", "--ep_size", "8"]
+    for name, engine in ENGINES.items():
+        assert name == "transformers" or len(shlex.split(engine.serve("x", 8))) < len(words[name])

@@ -10,6 +10,7 @@ import in_memory
 import pico
 import pytest
 import torch
+from command_line import run
 from conversions import carry_out
 from installed import need_loader
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from precisionctl.conversion import convert
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
@@ -251,6 +252,52 @@ def test_shapes_are_those_of_one_gpu(tmp_path: Path) -> None:
     vllm, reader = engine_named("vllm"), open_checkpoint(tmp_path / "out")
     assert check(reader, vllm, 2) == []
     assert {finding.where for finding in check(reader, vllm, 4)} >= {"model.layers.0.self_attn.o_proj.weight"}
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture in blocks, for two GPUs that get experts whole: half of an expert would be half a block."""
+    here = tmp_path_factory.mktemp("spread")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "moe_intermediate_size": 128}
+    pico.save(here / "hf", "qwen3-moe", dtype=torch.bfloat16, **sizes)
+    with pytest.raises(PrecisionError, match="experts.0.gate_proj.weight.*with --expert-parallel experts are not cut"):
+        export(here / "hf", here / "out", ranks=2)
+    notes = export(here / "hf", here / "out", ranks=2, expert_parallel=True)
+    assert any(note.endswith("--tensor-parallel-size 2 --enable-expert-parallel") for note in notes)
+    return here / "out"
+
+
+def test_experts_that_are_dealt_out_whole_keep_their_blocks(spread: Path) -> None:
+    assert stored(spread)["model.layers.1.mlp.experts.0.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert "--tensor-parallel-size 2 --enable-expert-parallel" in (spread / "README.md").read_text()
+    told = run("verify", spread, "--target", "vllm", "--tp", 2, "--expert-parallel")
+    assert told.exit_code == 0 and "every rule is kept" in told.stdout
+
+
+def test_findings_that_differ_in_numbers_alone_are_told_once_and_json_has_all(spread: Path) -> None:
+    told = run("verify", spread, "--target", "vllm", "--tp", 2)
+    assert told.exit_code == 1
+    for linear in ("gate_proj", "up_proj", "down_proj"):
+        assert told.stdout.count(f"experts.*.{linear}.weight") == 1
+        assert f"the first   model.layers.1.mlp.experts.0.{linear}.weight " in told.stdout
+    counts = [line.split()[1] for line in told.stdout.splitlines() if line.split()[:1] == ["count"]]
+    assert counts == ["8", "8", "8"] and "experts.1" not in told.stdout
+    findings = json.loads(run("verify", spread, "--target", "vllm", "--tp", 2, "--json").stdout)["findings"]
+    assert len({finding["where"] for finding in findings}) == len(findings) == 24
+
+
+def test_whole_experts_are_for_an_engine_on_several_gpus(spread: Path) -> None:
+    for words, error in {
+        "--target vllm --expert-parallel": "Give their number as --tp",
+        "--fp8 --expert-parallel": "are for --target",
+        "--target te --expert-parallel": "do not apply to Transformer Engine",
+    }.items():
+        refused = run("verify", spread, *words.split())
+        assert refused.exit_code == 2 and error in refused.stderr, refused.stderr
+    with pytest.raises(RecipeError, match="several GPUs"):
+        Request.export(spread, spread, "vllm", expert_parallel=True)
+    with pytest.raises(RecipeError, match="do not apply"):
+        Request.export(spread, spread, "te", expert_parallel=True)
 
 
 def test_where_one_part_of_experts_cannot_be_codes_none_is(tmp_path: Path) -> None:

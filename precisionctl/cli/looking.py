@@ -110,7 +110,7 @@ def inspect(
     examples=["verify Qwen3-0.6B qwen3", "verify qwen3-fp8 --target vllm --tp 2", "verify run run-back --fp8 --json"],
     sections={
         "With a second checkpoint": ["--fp8", "--fp8-state", "--reference"],
-        "With an engine": ["--target", "--tp"],
+        "With an engine": ["--target", "--tp", "--expert-parallel"],
     },
 )
 @click.argument("a", metavar="A", type=CHECKPOINT)
@@ -131,6 +131,11 @@ def inspect(
     default=1,
     help="With --target: number of GPUs that the engine will split the model over.",
 )
+@click.option(
+    "--expert-parallel",
+    is_flag=True,
+    help="With --target: the engine will give each GPU whole experts, not parts of all.",
+)
 @click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
 @reference_option
 @json_option
@@ -140,6 +145,7 @@ def verify(
     fp8: bool,
     target: str | None,
     ranks: int,
+    expert_parallel: bool,
     fp8_state: Path | None,
     reference: Path | None,
     json_wanted: bool,
@@ -154,12 +160,14 @@ def verify(
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
     if (fp8_state or reference) and b is None:
         raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
+    if (ranks > 1 or expert_parallel) and target is None:
+        raise click.UsageError("--tp and --expert-parallel are for --target.")
     if b is not None:
         same = compare_checkpoints(a, b, fp8, fp8_state, reference, json_wanted)
     elif target is None:
         same = check_codes(a, json_wanted)
     else:
-        same = check_rules(a, str(target), ranks, json_wanted)
+        same = check_rules(a, str(target), ranks, expert_parallel, json_wanted)
     raise click.exceptions.Exit(0 if same else 1)
 
 
@@ -211,14 +219,14 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     return same
 
 
-def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
+def check_rules(path: Path, target: str, ranks: int, expert_parallel: bool, json_wanted: bool) -> bool:
     """Print the rules of a target that a directory breaks. Returns whether it would load the directory."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.target_rules import check_target
     from precisionctl.reports import verify as report
 
-    found = check_target(open_checkpoint(path), target, ranks)
+    found = check_target(open_checkpoint(path), target, ranks, expert_parallel=expert_parallel)
     if json_wanted:
         print_json({"passes": found.passes, "findings": [asdict(finding) for finding in found.findings]})
     else:

@@ -129,7 +129,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
         "export-inference Qwen3-0.6B qwen3-fp4 --target vllm --scheme nvfp4a16",
     ],
     sections={
-        "Engine": ["--target", "--scheme", "--tp", "--kv-cache", "--fp8-state"],
+        "Engine": ["--target", "--scheme", "--tp", "--expert-parallel", "--kv-cache", "--fp8-state"],
         "What is encoded": ["--include", "--exclude", "--recipe", "--keep-misfits"],
         "Input": ["--architecture", "--reference", "--iteration"],
         "Execution": [*_CARRYING_OUT, "--base-model"],
@@ -152,6 +152,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     show_default=True,
     help="Number of GPUs that the engine will split the model over.",
 )
+@click.option("--expert-parallel", is_flag=True, help="The engine will give each GPU whole experts, not parts of all.")
 @click.option("--kv-cache", type=Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
 @click.option("--keep-misfits", is_flag=True, help="Keep weights in BF16 if the engine refuses their shapes.")
 @fp8_state_option

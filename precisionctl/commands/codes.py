@@ -75,7 +75,11 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, block=BLOCKS[scheme], served=served(source.plan, request.ranks)),
+        partial(
+            engine.refusal,
+            block=BLOCKS[scheme],
+            served=served(source.plan, request.ranks, expert_parallel=request.expert_parallel),
+        ),
         without_blocks=[
             each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
         ],
@@ -115,8 +119,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     notes += kv_cache.of_no_cache(source.encodings, source.plan)
     notes += [*source_notes(request, source), *in_bf16_notes(source.plan, precision, policy.refused)]
     notes += rounded_notes(reader, plan)
-    serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
-    notes.append(f"Serve it with: {serve}")
+    notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
 
@@ -179,10 +182,17 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     }
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
-    command = engine.serve(path_in_command(name), request.ranks, fp8_cache=request.kv_cache is not None)
+    command = _served_as_asked(request, engine, path_in_command(name))
     kept = modules_in_bf16(source.plan, set(plan.codes))
     bits = FOUR_BITS.get(form.scheme, "FP8")
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, bits)
+
+
+def _served_as_asked(request: Request, engine: Engine, path: object) -> str:
+    """The command that serves a result at a path as the request says."""
+    return engine.serve(
+        path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=request.kv_cache is not None
+    )
 
 
 _BY_ENGINE = "Input scales are made by the engine."

@@ -68,6 +68,12 @@ def layout_and_container(to: str, container: str | None) -> tuple[Layout, str | 
     return cast(Layout, to), container
 
 
+def check_expert_parallel(expert_parallel: bool, ranks: int) -> None:
+    """Raise RecipeError if experts are to be dealt out to a single GPU."""
+    if expert_parallel and ranks == 1:
+        raise RecipeError("--expert-parallel deals experts out to several GPUs", do="Give their number as --tp.")
+
+
 @dataclass(frozen=True)
 class Request:
     """What to convert, and to what; paths may be strings. An export is a conversion to Hugging Face's layout in FP8 for
@@ -80,8 +86,9 @@ class Request:
     version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of experts that are
     read, if it cannot be inferred.
 
-    `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs. Without a `scheme` the best that the
-    checkpoint allows is chosen; `static` needs recorded input scales, from the source or from `fp8_state`.
+    `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs, which get experts whole if
+    `expert_parallel`, and else a part of each. Without a `scheme` the best that the checkpoint allows is chosen;
+    `static` needs recorded input scales, from the source or from `fp8_state`.
     `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8 KV cache,
     which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card. `include` and
     `exclude` are patterns of names of modules that are to be FP8, and that are not (`planning/choice.py`).
@@ -106,6 +113,7 @@ class Request:
     target: str | None = None
     scheme: Scheme | None = None
     ranks: int = 1
+    expert_parallel: bool = False
     keep_misfits: bool = False
     kv_cache: Literal["fp8"] | None = None
     base_model: str | None = None
@@ -171,15 +179,16 @@ class Request:
             )
         if self.target == TE:
             self._check_te()
+        check_expert_parallel(self.expert_parallel, self.ranks)
 
     def _check_te(self) -> None:
         if self.scheme not in (None, "static"):
             raise RecipeError(f"an export for {TE_TITLE} has no scheme {self.scheme}", do="Leave --scheme out.")
         if self.recipe and self.recipe.scaling != "delayed":
             raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
-        if self.kv_cache or self.keep_misfits or self.ranks > 1:
+        if self.kv_cache or self.keep_misfits or self.ranks > 1 or self.expert_parallel:
             raise RecipeError(
-                f"--kv-cache, --keep-misfits and --tp do not apply to {TE_TITLE}",
+                f"--kv-cache, --keep-misfits, --tp and --expert-parallel do not apply to {TE_TITLE}",
                 do="Leave them out; keep_bf16 in a --recipe.",
             )
 

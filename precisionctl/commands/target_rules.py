@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.commands.request import TE
+from precisionctl.commands.request import TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rule import Finding
 from precisionctl.errors import RecipeError
@@ -25,12 +25,14 @@ class TargetCheck:
         return not any(finding.rule.fatal or finding.rule is NO_CODES for finding in self.findings)
 
 
-def check_target(reader: Reader, target: str, ranks: int = 1) -> TargetCheck:
-    """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs. Raises
-    RecipeError for an unknown target, and for TE on several GPUs; UnknownFormat for what is no such directory."""
+def check_target(reader: Reader, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
+    """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs, with experts
+    whole if `expert_parallel`. Raises RecipeError for an unknown target, for TE on several GPUs, and for experts on one
+    GPU; UnknownFormat for what is no such directory."""
     if target != TE:
         engine = engine_named(target, TE)
-        return TargetCheck(engine.title, check(reader, engine, ranks))
-    if ranks > 1:
-        raise RecipeError(f"--tp does not apply to {te_rules.TITLE}", do="Leave it out.")
+        check_expert_parallel(expert_parallel, ranks)
+        return TargetCheck(engine.title, check(reader, engine, ranks, expert_parallel=expert_parallel))
+    if ranks > 1 or expert_parallel:
+        raise RecipeError(f"--tp and --expert-parallel do not apply to {te_rules.TITLE}", do="Leave them out.")
     return TargetCheck(te_rules.TITLE, te_rules.check_te(reader))

@@ -73,8 +73,8 @@ class Engine:
     does with the scales of an FP8 KV cache, by quant method (none: nothing), and `latents` what it does with those of
     latent attention, which caches neither keys nor values.
 
-    How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_cache` for
-    an FP8 cache."""
+    How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_experts` if
+    these get experts whole, `on_cache` for an FP8 cache."""
 
     name: str
     title: str
@@ -83,6 +83,7 @@ class Engine:
     reads_experts: Mapping[str, tuple[str, ...]]
     command: str
     on_ranks: str
+    on_experts: str
     quantisation: EngineRule
     scales: EngineRule
     aligned: EngineRule
@@ -109,9 +110,10 @@ class Engine:
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     expert_dtype: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
 
-    def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
+    def serve(self, path: object, ranks: int, *, expert_parallel: bool = False, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
-        options = (self.on_ranks if ranks > 1 else "") + (self.on_cache if fp8_cache else "")
+        options = (self.on_ranks if ranks > 1 else "") + (self.on_experts if expert_parallel else "")
+        options += self.on_cache if fp8_cache else ""
         return (self.command + options).format(path=shlex.quote(str(path)), ranks=ranks)
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
@@ -125,13 +127,16 @@ class Engine:
         read: Callable[[str], Tensor],
         ranks: int = 1,
         hf_quant_config: Mapping[str, Any] | None = None,
+        *,
+        expert_parallel: bool = False,
     ) -> list[Finding]:
-        """Every rule that a directory breaks if the engine serves it on `ranks` GPUs. `config` is config.json, `specs`
-        are all stored tensors, scales included, `read` returns a scale's value by its name, and `hf_quant_config` is
-        the content of hf_quant_config.json, if there is one."""
+        """Every rule that a directory breaks if the engine serves it on `ranks` GPUs, with experts whole if
+        `expert_parallel`. `config` is config.json, `specs` are all stored tensors, scales included, `read` returns a
+        scale's value by its name, and `hf_quant_config` is the content of hf_quant_config.json, if there is one."""
+        served = ServingLayout.of(config, ranks, expert_parallel=expert_parallel)
         try:
             with in_time():
-                return self._findings(config, specs, read, ranks, hf_quant_config)
+                return self._findings(config, specs, read, served, hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 
@@ -140,7 +145,7 @@ class Engine:
         config: Mapping[str, Any],
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
-        ranks: int,
+        served: ServingLayout,
         hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
         method, coded = recognise(config), coded_weights(config, specs)
@@ -161,7 +166,6 @@ class Engine:
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
-        served = ServingLayout.of(config, ranks)
         codes = {name: specs[name] for name in scales}
         shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)

@@ -2,12 +2,12 @@
 
 Under tensor parallelism engines split most linears along their outputs, and those that follow them along their inputs;
 linears with the same input are fused. Block scales are split and fused together with their weight, so no block may
-cross such a boundary.
+cross such a boundary. Under expert parallelism an expert is not split: each GPU holds some of a layer's experts whole.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
@@ -73,24 +73,34 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 @dataclass(frozen=True)
 class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
-    key-value heads (`groups`)."""
+    key-value heads (`groups`). With `expert_parallel` experts are dealt out to the GPUs whole."""
 
     heads: int
     groups: int
     ranks: int = 1
+    expert_parallel: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
+    def of(cls, config: Mapping[str, Any], ranks: int = 1, *, expert_parallel: bool = False) -> "ServingLayout":
         """The model that a config.json describes, or that it has a `text_config` of."""
         config = config if "num_attention_heads" in config else text_config(config)
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]
-        return cls(found[0], found[1], ranks)
+        return cls(found[0], found[1], ranks, expert_parallel)
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
         takes it. Blocks are cut with a weight, so a part must have whole ones."""
+        if self.ranks == 1 or not _EXPERTS.fullmatch(name):
+            return self._refusal_of_share(name, spec, block, ragged)
+        whole = replace(self, ranks=1)._refusal_of_share(name, spec, block, ragged)
+        if self.expert_parallel:
+            return whole
+        cut = self._refusal_of_share(name, spec, block, ragged)
+        return f"{cut}; with --expert-parallel experts are not cut" if cut and not whole else cut
+
+    def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
         linear = name.removesuffix(".weight").rpartition(".")[2]
         parts, columns = self._parts(linear, spec.rows), spec.columns
         cut = linear in (*_BY_OUTPUTS, *_STORED_FUSED) and self.ranks > 1

@@ -52,6 +52,7 @@ ENGINE = Engine(
     },
     command="transformers serve {path}",
     on_ranks="",
+    on_experts="",
     quantisation=EngineRule(
         "other methods are skipped with a warning, and codes taken for weights",
         "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",

@@ -61,6 +61,7 @@ ENGINE = Engine(
     },
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
+    on_experts=" --enable-expert-parallel",
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",

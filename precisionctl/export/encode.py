@@ -232,11 +232,11 @@ KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 the names that it looks for."""
 
 
-def served(plan: Plan, ranks: int) -> ServingLayout:
-    """How a plan's model is laid out on this many GPUs."""
+def served(plan: Plan, ranks: int, *, expert_parallel: bool = False) -> ServingLayout:
+    """How a plan's model is laid out on this many GPUs, with experts whole if `expert_parallel`."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
-    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks, expert_parallel)
 
 
 def in_scheme(

@@ -1,10 +1,12 @@
 """What `verify` found, for people."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
-from precisionctl.engines.rule import Finding
+from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.planning.checks import without_numbers
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted
 from precisionctl.verify.code_comparison import CodesComparison
@@ -109,11 +111,25 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+_NUMBERS = re.compile(r"\b\d[\d.e+-]*")
+"""Numbers by themselves, as in shapes and scales, and not those in the name of a dtype."""
+
+
 def rules(findings: Sequence[Finding], title: str) -> list[Table]:
-    """The rules of an engine of that name that a directory breaks."""
+    """The rules of an engine of that name that a directory breaks: as a list, in which a name stays whole. Findings
+    that differ only in numbers, as those of layers and experts, are one, shown by the first."""
     if not findings:
         return [Table(title, ("",), [("every rule is kept",)])]
     if [finding.rule for finding in findings] == [NO_CODES]:
         return [Table(title, ("",), [(findings[0].what,), (f"{NO_CODES.text}.",)])]
-    rows = [(f.where, f.what, f.rule.text, "no" if f.rule.fatal else "yes", f.rule.source) for f in findings]
-    return [Table(title, ("where", "what", "rule", "loads", "source"), rows)]
+    alike: dict[tuple[str, str, EngineRule], list[Finding]] = {}
+    for finding in findings:
+        kind = (without_numbers(finding.where), _NUMBERS.sub("*", finding.what), finding.rule)
+        alike.setdefault(kind, []).append(finding)
+    rows: list[tuple[str, str]] = []
+    for (pattern, _, rule), (first, *others) in alike.items():
+        places = [("where", pattern), ("count", f"{1 + len(others):,}"), ("the first", first.where)]
+        rows += places if others else [("where", first.where)]
+        rows += [("what", first.what), ("rule", rule.text), ("loads", "no" if rule.fatal else "yes")]
+        rows += [("source", rule.source), ("", "")]
+    return [Table(title, ("", ""), rows[:-1])]

@@ -34,9 +34,9 @@ class CheckableDirectory(Protocol):
     def hf_quant_config(self) -> Mapping[str, Any] | None: ...
 
 
-def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
-    """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs. Raises UnknownFormat for
-    what is no such directory."""
+def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
+    """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs, with experts whole if
+    `expert_parallel`. Raises UnknownFormat for what is no such directory."""
     if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
@@ -55,7 +55,12 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
         )
     stored = reader.stored
     found = engine.check(
-        reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.hf_quant_config
+        reader.config,
+        stored.specs,
+        lambda name: read_tensor(stored, name),
+        ranks,
+        reader.hf_quant_config,
+        expert_parallel=expert_parallel,
     )
     if not reader.encodings:
         dtypes = sorted({spec.stored_dtype for spec in reader.specs.values() if len(spec.shape) > 1})
