@@ -18,9 +18,10 @@ def _run() -> None:
     try:
         from precisionctl.cli import main as commands
     except KeyboardInterrupt:  # which `commands` answers from here on
+        from precisionctl.cli.group import say_stopped
         from precisionctl.errors import GO_ON, NOT_BEGUN
 
-        print(NOT_BEGUN, file=sys.stderr)
+        say_stopped(NOT_BEGUN, kept=False)
         sys.exit(GO_ON)
     commands(prog_name="precisionctl")
 

@@ -468,10 +468,11 @@ def test_ctrl_c_before_anything_is_written_says_so_and_exits_as_when_stopped(tmp
     assert (stopped.exit_code, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize(
     "module", ["click", "rich.console", "precisionctl.cli.looking", "precisionctl.reports.inspect"]
 )
-def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module):
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module, options):
     """At each of these moments the program gets the signal itself, in an `exec`, as of a dataclass that makes its
     methods: CPython would end by the signal, though it is caught."""
     code = (
@@ -488,9 +489,11 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path, module):
     )
     pico.save(tmp_path / "hf")
     (tmp_path / "program.py").write_text(code)
-    line = [sys.executable, "-m", "program", "inspect", "hf"]
+    line = [sys.executable, "-m", "program", "inspect", "hf", *options]
     stopped = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (75, "", f"{errors.NOT_BEGUN}\n")
+    assert (stopped.returncode, stopped.stderr) == (75, f"{errors.NOT_BEGUN}\n")
+    told = {"schema_version": 1, "stopped": "SIGINT", "kept": False} if options else None
+    assert (json.loads(stopped.stdout) if stopped.stdout else None) == told
 
 
 def test_json_holds_nothing_that_json_does_not_know(tmp_path):

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import run
+from safetensors import safe_open
 from scoring import save
 
+import precisionctl.checkpoints.open as opening
 from precisionctl.cli import main
+from precisionctl.conversion import worker
+from precisionctl.errors import GO_ON
 
 PAGE = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
@@ -55,7 +59,18 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for line in lines:
         result = json.loads(run(*line, "--json").stdout)
         found.setdefault("Errors" if "error" in result else str(line[0]), []).append(result)
+    conversion = ["convert", hf, here / "stopped", "--to", "megatron", "--workers", 1]
+    for module, name, line in ((opening, "open_checkpoint", ["inspect", hf]), (worker, "write_rows", conversion)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            stopped = run(*line, "--json")
+        assert stopped.exit_code == GO_ON
+        found.setdefault("Stopped", []).append(json.loads(stopped.stdout))
     return found
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def rows_of(section: str) -> Iterator[tuple[list[str], str]]:
@@ -100,7 +115,7 @@ def is_a(value: Any, kind: str) -> bool:
 
 
 def test_the_page_has_every_command_that_prints_json() -> None:
-    assert set(SECTIONS) == {*COMMANDS, "Errors"}
+    assert set(SECTIONS) == {*COMMANDS, "Errors", "Stopped"}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -120,6 +135,27 @@ def test_keys_are_what_the_page_says_and_no_others(printed: dict[str, list[dict[
             for value in at(result, list(opened)):
                 if isinstance(value, dict) and "*" not in names:
                     assert value.keys() <= names, opened
+
+
+def test_a_stopped_command_says_whether_a_part_is_kept(printed: dict[str, list[dict[str, Any]]]) -> None:
+    assert [(each["stopped"], each["kept"]) for each in printed["Stopped"]] == [("SIGINT", False), ("SIGINT", True)]
+
+
+def test_a_result_says_where_it_is_and_how_much_and_leaves_the_plan_to_a_dry_run(
+    printed: dict[str, list[dict[str, Any]]],
+) -> None:
+    planned, made = printed["convert"]
+    assert planned.keys() - made.keys() == {"jobs", "targets", "derived", "quantization", "estimate"}
+    assert made.keys() - planned.keys() == {"done_before"} and made["done_before"] is False
+    for key in ("model", "parallelism", "destination", "tensors", "bytes", "coded_weights"):
+        assert made[key] == planned[key]
+    assert Path(made["destination"]).is_dir()
+    (exported,) = printed["export-inference"]
+    with safe_open(Path(exported["destination"]) / "model.safetensors", "pt") as file:
+        values = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    assert exported["tensors"] == len(values)
+    assert exported["bytes"] == sum(each.nbytes for each in values)
+    assert exported["coded_weights"] == sum(each.dtype == torch.float8_e4m3fn for each in values) > 0
 
 
 def test_a_gate_tells_its_verdict_and_its_limit(printed: dict[str, list[dict[str, Any]]]) -> None:

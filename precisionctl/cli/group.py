@@ -162,8 +162,17 @@ def kept_when_stopped() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("Stopped. What is done is kept; the same command continues.", err=True)
+        say_stopped("Stopped. What is done is kept; the same command continues.", kept=True)
         raise click.exceptions.Exit(GO_ON) from None
+
+
+def say_stopped(line: str, *, kept: bool) -> None:
+    """Say that Ctrl-C has stopped the command; with `--json`, on stdout too, as an object that says whether a part is
+    `kept`."""
+    click.echo(line, err=True)
+    context = click.get_current_context(silent=True)
+    if context.meta[_JSON] if context else "--json" in sys.argv:  # no context: while modules were imported
+        print_json({"stopped": "SIGINT", "kept": kept})
 
 
 class Commands(click.Group):
@@ -190,7 +199,7 @@ class Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
         except KeyboardInterrupt:
-            click.echo(NOT_BEGUN, err=True)
+            say_stopped(NOT_BEGUN, kept=False)
             ctx.exit(GO_ON)
         except Exception as error:
             if ctx.meta.get(_DEBUG):

@@ -207,7 +207,7 @@ def do(request: "Request", how: Writing) -> None:
             return
         notes = [*command.notes, *(found.notes if found else ())]
         if how.json_wanted:
-            print_json(command.plan.describe() | {"notes": notes})
+            print_json(_in_short(command) | {"done_before": found is None, "notes": notes})
         else:
             path = command.output.path
             done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
@@ -220,11 +220,28 @@ def do(request: "Request", how: Writing) -> None:
     expected = estimate(command.plan, command.reader, command.output.path, how.workers)
     if how.json_wanted:
         check_room(command)  # first, as there is one document on stdout
-        print_json(command.plan.describe() | {"notes": command.notes, "estimate": asdict(expected)})
+        print_json(
+            command.plan.describe() | _in_short(command) | {"notes": command.notes, "estimate": asdict(expected)}
+        )
     else:
         console.show_tables(report.tables(command.plan, expected))
         console.show_lines(command.notes)
         check_room(command)  # last, as the plan may be meant for another machine
+
+
+def _in_short(command: "PlannedCommand") -> dict[str, Any]:
+    """What a result is and how much, as JSON; a plan's jobs and tensors are for `--dry-run`."""
+    plan = command.plan
+    return {
+        "model": plan.model.described(),
+        "source": plan.source,
+        "target": plan.target,
+        "parallelism": asdict(plan.parallelism),
+        "destination": str(command.output.path),
+        "tensors": len(plan.targets),
+        "coded_weights": len(plan.codes),
+        "bytes": plan.nbytes,
+    }
 
 
 def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) -> str:

@@ -64,6 +64,7 @@ class Corpus:
             "learned": self.learned,
             "ids": np.dtype(ID_TYPES[self.code]).name,
             "stopped": self.signal or None,
+            "kept": True if self.signal else None,
             "notes": list(self.notes),
         }
 
