@@ -4,7 +4,7 @@ announced before a conversion, counted after it."""
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.fp8.elements import Element
@@ -12,6 +12,7 @@ from precisionctl.fp8.group_scales import MXFP4_GROUP
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import EXPONENTS, Scales
+from precisionctl.quant_methods.coded_weights import recognise
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]
@@ -107,7 +108,13 @@ def changed_notes(
             f"{len(merged)} have the same scales, and codes of the same BF16 values: where neighbouring codes are one "
             "such value, these may not be the codes from before."
         )
-    if others := [name for name in kept if name in changed]:
+    others = [name for name in kept if name in changed]
+    scheme, in_scheme = _other_scheme(encodings, plan)
+    if in_new := [name for name in others if name in in_scheme]:
+        others = [name for name in others if name not in in_scheme]
+        codes = _counted("codes differ from what the old scales give", in_new, changed, encodings)
+        yield f"The scheme changed from {scheme}: all of {counted(len(in_new), 'weight')} are encoded again: {codes}"
+    if others:
         # of new values nobody has the codes from before: what they would be under the old scales is compared
         codes = _counted("codes differ from what the old scales give", others, changed, encodings)
         yield (
@@ -121,7 +128,24 @@ def changed_notes(
         yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
 
 
+def _other_scheme(encodings: WeightEncodings, plan: Plan) -> tuple[str, set[str]]:
+    """`block to dynamic`, if a directory's codes of the one scheme become the other's, and the weights that get other
+    blocks by it."""
+    now = {name: scales for job in plan.jobs if job.encode for name, scales in job.encode.weights.items()}
+    before = _scheme(encodings.quantization, encodings.scales, encodings.weights)
+    after = _scheme(plan.quantization, now, plan.targets)
+    both = encodings.scales.keys() & now.keys() if before and before != after else set()
+    return f"{before} to {after}", {name for name in both if encodings.scales[name].block != now[name].block}
+
+
+def _scheme(quantization: Mapping[str, Any], scales: Mapping[str, Scales], weights: Mapping[str, TensorSpec]) -> str:
+    """The scheme that a `quantization_config` names, as far as its weights show; empty for codes of no directory."""
+    method = recognise({"quantization_config": quantization})
+    return method.read(quantization).narrowed(scales, weights).scheme if method else ""
+
+
 def _counted(what: str, names: Sequence[str], changed: Mapping[str, int], encodings: WeightEncodings) -> str:
     total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in names)
-    worst = max(names, key=lambda name: changed[name])
-    return f"{sum(changed[name] for name in names):,.0f} of {total:,} {what}, most of them in {worst}."
+    differ, worst = sum(changed[name] for name in names), max(names, key=lambda name: changed[name])
+    most = f", most of them in {worst}" if differ and len(names) > 1 else f", in {worst}" if differ else ""
+    return f"{differ:,.0f} of {total:,} {what}{most}."
