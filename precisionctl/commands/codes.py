@@ -63,7 +63,15 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
-        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
+        scheme, why = best_scheme(
+            engine,
+            source.plan,
+            precision,
+            source.states,
+            source.encodings,
+            known.why_none,
+            are_codes=bool(reader.encodings),
+        )
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
