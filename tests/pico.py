@@ -606,6 +606,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.4,
     },
     "olmo": {"model_type": "olmo", "clip_qkv": 0.4},
+    "flex-olmo": {"model_type": "flex_olmo", "num_experts": 8, "num_experts_per_tok": 3},
     "deepseek-v4": _DEEPSEEK_V4,
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},

@@ -36,7 +36,6 @@ from precisionctl.same_model import STORED, TENSORS, differences
 from precisionctl.trainer.model.computes import (
     BESIDE_CSA,
     BESIDE_DELTA_NETS,
-    BESIDE_EXPERTS,
     BESIDE_MIXERS,
     BESIDE_MLA,
     BESIDE_MSA,
@@ -627,7 +626,6 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "tanh"}),
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
-        *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
