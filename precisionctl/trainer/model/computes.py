@@ -50,6 +50,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
+    "moe.expert_bias_on_logits": ANY,
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
