@@ -665,7 +665,7 @@ ABSENT = {
     for name, its in [*FAMILIES.items()]
     if its.get("model_type", "llama") not in CONFIG_MAPPING
 }
-"""Those that the installed transformers does not have: InternLM3 is newer than 5.17."""
+"""Those that the installed transformers does not have: InternLM3 and Kolibri 1 are newer than 5.17."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
