@@ -76,7 +76,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
     "minicpm3 with its scaling": (  # the published factors are other numbers
         "minicpm3",
-        {"qk_rope_head_dim": 16, "rope_parameters": pico.LONG_ROPE | {"original_max_position_embeddings": 8}},
+        {
+            "qk_rope_head_dim": 16,
+            "rope_parameters": pico.LONG_ROPE
+            | {"original_max_position_embeddings": 8, "factor": 16.0},  # 5.17 looks for it
+        },
     ),
     "falcon with a key for each head": ("falcon", {"multi_query": False}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
