@@ -46,6 +46,9 @@ _USABLE = EngineRule("codes are multiplied by scales: positive numbers that FP32
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""
 
+_GPT2_OF_LINEARS = "gpt_bigcode"
+"""Whose linears have these names, and are `[out, in]`."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -195,17 +198,18 @@ class Engine:
         none."""
         rule = self.aligned if block in (TENSOR, CHANNEL) else self.blocks
         what = self.refusal(name, spec, block, served)
-        return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
+        return Finding(name, what, self.quantisation if self._unread(name, served) else rule) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> str | None:
         """Why the engine refuses a weight of this shape as codes with a scale for each block, in words; None if it
         takes it."""
-        if self._unread(name):
+        if self._unread(name, served):
             return "codes of a class that is no linear are taken for weights"
         return served.refusal(name, spec, block, self.ragged)
 
-    def _unread(self, name: str) -> bool:
-        return not self.reads_conv1d and bool(_CONV1D.fullmatch(name))
+    def _unread(self, name: str, served: ServingLayout) -> bool:
+        conv1d = served.model_type != _GPT2_OF_LINEARS and bool(_CONV1D.fullmatch(name))
+        return conv1d and not self.reads_conv1d
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""

@@ -236,7 +236,8 @@ def served(plan: Plan, ranks: int) -> ServingLayout:
     """How a plan's model is laid out on this many GPUs."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
-    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+    model = plan.model
+    return ServingLayout(model.num_attention_heads, model.num_query_groups, ranks, model.architecture)
 
 
 def in_scheme(
