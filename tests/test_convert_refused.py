@@ -92,6 +92,23 @@ def test_a_reference_of_the_same_model_changes_nothing_where_there_is_no_need_of
     plan_command(Request(tmp_path / "hf", tmp_path / "never", "megatron", reference=tmp_path / "hf"))
 
 
+def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "weights").mkdir()
+    shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path / "weights")
+    with pytest.raises(UnknownFormat, match="no config.json beside them.*--reference"):
+        run(tmp_path / "weights", tmp_path / "out", "megatron")
+    pico.save(tmp_path / "other", dtype=torch.bfloat16, num_hidden_layers=1)
+    with pytest.raises(UnmappedTensor, match="layers.1"):
+        run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
+    for to in ("hf", "megatron"):
+        for source in ("hf", "weights"):
+            run(tmp_path / source, tmp_path / f"{source} {to}", to, "bf16", reference=tmp_path / "hf")
+        theirs, ours = (tree(tmp_path / f"{source} {to}") for source in ("hf", "weights"))
+        assert theirs.keys() == ours.keys()
+        assert all(theirs[name] == ours[name] for name in theirs if "manifest" not in name)
+
+
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "megatron", "megatron")

@@ -45,11 +45,12 @@ from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
     its base."""
-    return (
-        not (path / "adapter_config.json").exists()
-        and (path / "config.json").exists()
-        and file_format_of(path) is not None
-    )
+    return (path / "config.json").exists() and is_of_weights(path)
+
+
+def is_of_weights(path: Path) -> bool:
+    """Whether a directory has files of weights, which are no adapter's."""
+    return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
 
 
 class HuggingFaceReader:
@@ -65,12 +66,14 @@ class HuggingFaceReader:
     layout: Layout = "hf"
 
     def __init__(self, path: Path, companions: Companions | None = None) -> None:
-        """`companions` in place of its own; config.json is its own in any case."""
+        """`companions` in place of its own; config.json is its own if it has one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
         self.companions = companions or self.own_companions
-        self.config = _with_quantization(_load_json(path / "config.json"), path)
+        own = has_file(path / "config.json", path)
+        config = _load_json(path / "config.json") if own else parse_json(self.companions.files["config.json"], path)
+        self.config = _with_quantization(config, path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
         if chosen not in (None, self._file_format.single, self._file_format.index):
