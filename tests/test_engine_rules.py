@@ -16,8 +16,11 @@ from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 from installed import BEFORE_5_23
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from precisionctl.architectures.wrappers import WRAPPERS
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.codes import engine_named
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engines
 from precisionctl.engines.ignore_lists import (
     BY_GLOB,
     BY_NAME,
@@ -557,3 +560,17 @@ def test_older_modelopts_that_wrote_one_file_are_read_by_that(tmp_path: Path):
 
 def test_the_cases_begin_with_what_every_engine_takes():
     assert exported(ENGINES["vllm"], "block")[1] == Made("fp8", "block").specs
+
+
+DEEPSEEK_BY_TRANSFORMERS = {"model_type": "deepseek_v3", "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", engines())
+def test_keys_that_an_engine_requires_are_looked_for_in_a_wrappers_text_config(name: str, wrapper: str) -> None:
+    engine = engine_named(name)
+    alone = engine.lacks(DEEPSEEK_BY_TRANSFORMERS)
+    assert engine.lacks({"model_type": wrapper, "text_config": DEEPSEEK_BY_TRANSFORMERS}) == alone
+    whole = {"model_type": wrapper, "text_config": dict.fromkeys(alone, 1) | DEEPSEEK_BY_TRANSFORMERS}
+    assert engine.lacks(whole) == []
+    assert alone or name == "transformers"

@@ -212,9 +212,9 @@ class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
     `companions` are copied as they are, except config.json. That is made from the source's (or from `config` if the
-    source has none), with the target's dtype, its `quantization`, and the keys of `config` that `lacks` reports as
-    missing. `extra_files` are written beside it. Weights are in files of a `file_format`. FP8 state goes where a run
-    loads it from if it is `live`, else where it is only carried.
+    source has none), with the target's dtype, its `quantization`, and the keys of `config`, which is of the text model
+    alone, that `lacks` reports as missing. `extra_files` are written beside it. Weights are in files of a
+    `file_format`. FP8 state goes where a run loads it from if it is `live`, else where it is only carried.
     """
 
     directory: Path
@@ -242,7 +242,8 @@ class HuggingFaceWriter:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
         config = config_of_values(self.companions, self.config, self.specs)
-        config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
+        text = found if isinstance(found := config.get("text_config"), dict) else config  # `self.config` is of it alone
+        text |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
