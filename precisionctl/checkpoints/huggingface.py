@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
@@ -269,7 +269,7 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints.companions)
+    return HuggingFaceReader(path, hints.companions and needed(hints, read_companions(path)).companions)
 
 
 CONTAINER = Container(
