@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
@@ -215,9 +215,9 @@ class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
     `companions` are copied as they are, except config.json. That is made from the source's (or from `config` if the
-    source has none), with the target's dtype, its `quantization`, and the keys of `config` that `lacks` reports as
-    missing. `extra_files` are written beside it. Weights are in files of a `file_format`. FP8 state goes where a run
-    loads it from if it is `live`, else where it is only carried.
+    source has none), with the target's dtype, its `quantization`, and the keys of `config`, which is of the text model
+    alone, that `lacks` reports as missing. `extra_files` are written beside it. Weights are in files of a
+    `file_format`. FP8 state goes where a run loads it from if it is `live`, else where it is only carried.
     """
 
     directory: Path
@@ -245,7 +245,8 @@ class HuggingFaceWriter:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
         config = config_of_values(self.companions, self.config, self.specs)
-        config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
+        text = found if isinstance(found := config.get("text_config"), dict) else config  # `self.config` is of it alone
+        text |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
@@ -271,7 +272,7 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints.companions)
+    return HuggingFaceReader(path, hints.companions and needed(hints, read_companions(path)).companions)
 
 
 CONTAINER = Container(

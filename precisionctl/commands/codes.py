@@ -224,7 +224,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"
     if not fixed:
-        by_engine = any(form.same_inputs for form in quantization.formats)
+        by_engine = any(form.inputs for form in quantization.formats)
         inputs = _BY_ENGINE if by_engine else _IN_BF16
     facts = {
         "weights": ", ".join(dtypes),

@@ -33,7 +33,7 @@ from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
-from precisionctl.errors import PrecisionctlError, RecipeError, nearest
+from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Scheme
 from precisionctl.quant_methods.coded_weights import coded_weights, recognise
@@ -118,8 +118,9 @@ class Engine:
         return (self.command + options).format(path=shlex.quote(str(path)), ranks=ranks)
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
-        """The keys that the engine requires and this config.json lacks."""
-        return [key for missing in self.keys for key in missing(config)]
+        """The keys that the engine requires and this config.json lacks, in its `text_config` if it has one."""
+        text = _of_text(config)
+        return [key for missing in self.keys for key in missing(text)]
 
     def check(
         self,
@@ -152,8 +153,11 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
+        text = _of_text(config)
         missing_keys = [
-            Finding("config.json", f"no {key}", rule) for missing, rule in self.keys.items() for key in missing(config)
+            Finding("config.json", f"{key} is {shown(text[key])}" if text.get(key) is not None else f"no {key}", rule)
+            for missing, rule in self.keys.items()
+            for key in missing(text)
         ]
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
@@ -285,6 +289,11 @@ class Engine:
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = renamed(config, alone)
         return {module: found.get(module) or [module] for module in modules}
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config.json, with the wrapper's `model_type` where it has none."""
+    return {"model_type": config.get("model_type"), **text_config(config)}
 
 
 _STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")

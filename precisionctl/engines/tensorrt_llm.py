@@ -90,7 +90,7 @@ ENGINE = Engine(
             "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
             fatal=False,
         ),
-        of_models(("qwen3_moe",), "num_experts"): EngineRule(
+        of_models(("qwen3_moe", "qwen3_vl_moe_text"), "num_experts"): EngineRule(
             "up to 1.2, whose transformers is 4.57, it knows this key alone, and takes 128 experts",
             "TensorRT-LLM requirements.txt, transformers 4.57 configuration_qwen3_moe.py",
         ),
