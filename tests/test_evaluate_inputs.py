@@ -14,11 +14,12 @@ import quark_configs
 import torch
 from fp8_directories import decoded_by_transformers
 from installed import need_loader
+from safetensors.torch import load_file, save_file
 from scoring import TOKENS, in_fp32, save
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.evaluate import evaluate, load
 from precisionctl.trainer.data.megatron import write_index
 
@@ -181,3 +182,21 @@ def test_token_ids_are_evaluated_without_a_tokenizer_to_the_same_number(tmp_path
     for file in (tmp_path / "model").glob("tokenizer*"):
         file.unlink()
     assert evaluate(HuggingFaceReader(tmp_path / "model"), tmp_path / "corpus", sequence_length=24) == known
+
+
+@pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf])
+@pytest.mark.parametrize("scheme", ["static", "nvfp4"])
+def test_a_fixed_scale_that_is_none_is_not_passed_over(tmp_path: Path, scheme: Any, scale: float) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128} if scheme == "nvfp4" else {}
+    save(tmp_path / "source", dtype=torch.bfloat16, **sizes)
+    source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
+    in_memory.export(source, tmp_path / "out", "compressed-tensors", scheme)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    kind = "input_global_scale" if scheme == "nvfp4" else "input_scale"
+    assert any(name.endswith(kind) for name in tensors)
+    for name in (name for name in tensors if name.endswith(kind)):
+        tensors[name] = torch.full_like(tensors[name], scale)
+    save_file(tensors, file)
+    with pytest.raises(DamagedCheckpoint, match="negative, infinite or NaN"):
+        load(HuggingFaceReader(tmp_path / "out"))

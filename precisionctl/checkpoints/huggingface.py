@@ -58,7 +58,7 @@ class HuggingFaceReader:
 
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Packed codes
     have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
-    among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
+    among `specs`; they are in `encodings`, and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
     bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
     """
@@ -140,13 +140,6 @@ class HuggingFaceReader:
     def lone_cache_scales(self) -> Collection[str]:
         """Scales of a KV cache beside weights that are no codes, along with which they would be carried."""
         return () if self._scales else cache_scales(self.config, self.stored.specs).keys()
-
-    @cached_property
-    def input_scales(self) -> Mapping[str, float]:
-        """Static input scale_inv of each FP8 weight that has one, by the weight's name."""
-        static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
-        fp8 = {name: scale for name, scale in static.items() if self.specs[name].packing is None}
-        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
 
     @cached_property
     def hf_quant_config(self) -> dict[str, Any] | None:

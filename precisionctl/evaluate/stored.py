@@ -10,7 +10,6 @@ without state computes by that recipe. Everything else is plain BF16, FP16 or FP
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,21 +129,12 @@ def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precisio
     return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
 
 
-@runtime_checkable
-class _HasInputScales(Protocol):
-    """A reader that has static input scales: scale_inv by the weight's name."""
-
-    @property
-    def input_scales(self) -> Mapping[str, float]: ...
-
-
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
     largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers, and
     DeepSeek-V4's projection by groups, compute with decoded weights. Returns the precision in words; None without
     codes.
     """
-    scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     if not stored:
@@ -152,9 +142,11 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
     formats = InputFormats(encodings, method) if encodings and method else None
-    fixed: dict[str, float] = {}
-    for job in stored:
-        fixed[job.module] = max(fixed.get(job.module, 0.0), *(scales.get(name, 0.0) for name in job.reads))
+    fixed = dict.fromkeys((job.module for job in stored), 0.0)
+    if encodings:
+        modules = {name: job.module for job in stored for name in job.reads if name in encodings.weights}
+        for name, module in modules.items():
+            fixed[module] = max(fixed[module], encodings.input_scale(name) or 0.0)
     kinds: dict[str, None] = {}
     for job in stored:
         weight: Quantizer
@@ -198,17 +190,16 @@ def _packed_inputs(
 ) -> Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs | TokenInputs | None:
     """How engines round the inputs of weights that are packed codes; None where they do not. Of several scales that are
     computed as one, engines take the largest number that is stored, or, with zero points, the range of all."""
-    scales = [encodings.scales[name] for name in job.reads]
-    if any(each.input for each in scales):
-        stored = torch.stack([read_tensor(encodings.stored, each.input).reshape(()) for each in scales if each.input])
-        largest = stored.float().amax().to(device)
+    if given := [scale for name in job.reads if (scale := encodings.stored_input_scale(name)) is not None]:
+        stored = torch.stack(given)
+        largest = stored.amax().to(device)
         if packing.element.is_integer:
             zeros = [zero for name in job.reads if (zero := encodings.input_zero_point(name)) is not None]
             if not zeros:
                 return Int8Inputs(largest)
-            ranges = [stored.float() * (end - torch.tensor(zeros)) for end in (-128, 127)]
+            ranges = [stored * (end - torch.tensor(zeros)) for end in (-128, 127)]
             return Int8Inputs.of_range(ranges[0].amin().to(device), ranges[1].amax().to(device))
-        return Nvfp4Inputs(largest if scales[0].divides else largest.reciprocal())
+        return Nvfp4Inputs(largest if encodings.scales[job.reads[0]].divides else largest.reciprocal())
     if made is None or made.element is None:
         return None
     if made.element.is_fp8:
