@@ -63,7 +63,15 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
-        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
+        scheme, why = best_scheme(
+            engine,
+            source.plan,
+            precision,
+            source.states,
+            source.encodings,
+            known.why_none,
+            are_codes=bool(reader.encodings),
+        )
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
@@ -226,7 +234,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"
     if not fixed:
-        by_engine = any(form.same_inputs for form in quantization.formats)
+        by_engine = any(form.inputs for form in quantization.formats)
         inputs = _BY_ENGINE if by_engine else _IN_BF16
     facts = {
         "weights": ", ".join(dtypes),

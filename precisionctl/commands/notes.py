@@ -53,18 +53,18 @@ _NAMES = {
 def source_notes(request: Request, source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan = source.reader, source.plan
-    yield from _family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
+    yield from family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
     if plan.target == "hf":
         yield from vocabulary_notes(reader)
     yield from _padding_notes(reader, plan)
-    yield from _left_behind_notes(reader, carried=source.trained is not None)
+    yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from _adapter_notes(reader)
     yield from _companion_notes(reader)
     if plan.target == "hf":
         yield from _missing_notes(reader)
 
 
-def _family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
+def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
     """Notes on the family of the source, whose tensors are this model's, and that it was guessed, unless the command
     named it (`named`)."""
     table = table_of(model)
@@ -145,7 +145,7 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."
 
 
-def _left_behind_notes(reader: Reader, *, carried: bool) -> Iterator[str]:
+def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     yield from unread_notes(reader)
     if isinstance(reader, HuggingFaceReader) and (lone := reader.lone_cache_scales):
@@ -230,6 +230,11 @@ def _missing_notes(reader: Reader) -> Iterator[str]:
     if missing:
         hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
+    if "config.json" not in files and "generation_config.json" in missing:
+        yield (
+            "Nothing names the token that ends a text: `eos_token_id` is null in the result, and programs may generate "
+            "without an end."
+        )
 
 
 def vocabulary_notes(reader: Reader) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import file_format_of
@@ -138,17 +138,16 @@ def open_hinted(
     reference: Path | None,
     order: ColumnOrder | None,
 ) -> Reader:
-    """Open a checkpoint with what the user says about it: fields of a Request. A reference of the same model is ignored
-    if the checkpoint has everything itself. Raises RecipeError for hints that contradict the checkpoint and for other
-    hints that it does not need, and as `open_checkpoint`."""
+    """Open a checkpoint with what the user says about it: fields of a Request. Of a reference it uses what `needed`
+    says. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does not need, and as
+    `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     towers = _towers_of(reference, companions) if reference and companions else None
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     own = reader.own_companions
-    if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
-        reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
+    if companions and not architecture and without_tokenizer(own) and not without_tokenizer(companions):
         configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
         mine, theirs = (config.get("vocab_size") for config in configs)
         if None not in (mine, theirs) and mine != theirs:
@@ -156,7 +155,6 @@ def open_hinted(
             raise RecipeError(what, where=reference, do="Give another one.")
     elif companions and not architecture and "config.json" in own.files:
         _check_same_model(reader, companions, reference)
-        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # it needs nothing from the reference
     elif architecture and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
@@ -193,16 +191,6 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
         raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
-
-
-def _is_without_tokenizer(companions: Companions) -> bool:
-    """Whether there is a config.json, and no tokenizer beside it."""
-    return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
-
-
-def _with_rest_of(reference: Companions, own: Companions) -> Companions:
-    """A checkpoint's own companions, with those that the reference alone has."""
-    return Companions({**reference.files, **own.files}, tuple(sorted({*reference.code, *own.code})), own.notes)
 
 
 _REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."

@@ -73,11 +73,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 @dataclass(frozen=True)
 class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
-    key-value heads (`groups`). With `expert_parallel` experts are dealt out to the GPUs whole."""
+    key-value heads (`groups`); its `model_type`, where config.json says one. With `expert_parallel` experts are dealt
+    out to the GPUs whole."""
 
     heads: int
     groups: int
     ranks: int = 1
+    model_type: object = None
     expert_parallel: bool = False
 
     @classmethod
@@ -87,7 +89,7 @@ class ServingLayout:
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]
-        return cls(found[0], found[1], ranks, expert_parallel)
+        return cls(found[0], found[1], ranks, config.get("model_type"), expert_parallel)
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it

@@ -236,7 +236,9 @@ def served(plan: Plan, ranks: int, *, expert_parallel: bool = False) -> ServingL
     """How a plan's model is laid out on this many GPUs, with experts whole if `expert_parallel`."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
-    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks, expert_parallel)
+    model = plan.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    return ServingLayout(heads, groups, ranks, model.architecture, expert_parallel)
 
 
 def in_scheme(
