@@ -269,6 +269,21 @@ def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "hf", tmp_path / "out", "megatron", precision="fp8")
 
 
+def test_of_a_config_with_too_few_layers_that_is_said_and_not_that_a_table_lacks_a_row(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, num_hidden_layers=3)
+    config(tmp_path / "hf", num_hidden_layers=2)
+    with pytest.raises(UnmappedTensor) as refused:
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    told = "config.json says 2 layers `model.layers.*`, and 9 tensors are of later ones"
+    assert told in refused.value.do and "architectures" not in refused.value.do
+    config(tmp_path / "hf", num_hidden_layers=3)
+    add_tensor(tmp_path / "hf")  # of no later layer
+    with pytest.raises(UnmappedTensor) as refused:
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    first, _, last = refused.value.do.partition("? ")
+    assert first.endswith("does it leave out a part of this one") and "precisionctl/architectures/" in last
+
+
 @pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run
 def test_a_tensor_parallel_size_that_heads_do_not_fit_is_refused(ranks: int, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

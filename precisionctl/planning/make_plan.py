@@ -1,8 +1,9 @@
 """make_plan: the way from one checkpoint to another, from names, shapes and dtypes alone."""
 
 import dataclasses
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -19,6 +20,7 @@ from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, Tensor
 from precisionctl.planning import checks
 from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
+from precisionctl.sizes import counted
 from precisionctl.untabled_model import UntabledModel
 
 
@@ -190,15 +192,42 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanS
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
     unexpected = [name for name in source.specs if not uses[name]]
-    do = "Is a shard missing, or does the config describe another model?" if missing else _UNEXPECTED
+    do = (
+        "Is a shard missing, or does the config describe another model?"
+        if missing
+        else _unmapped(unexpected, uses, source)
+    )
     checks.check_names(missing, unexpected, do)
     assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
 
 
-_UNEXPECTED = (
-    "Nothing is dropped in silence: does the config describe this model? "
-    "If the family has such tensors, add a row to its table under precisionctl/architectures/."
-)
+def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSource) -> str:
+    """What to do about names that no row of the table maps, beside those that are `mapped`."""
+    config = "config.json" if source.layout == "hf" else "the checkpoint's config"
+    last: dict[str, int] = {}
+    for layers, number in filter(None, map(_layer, mapped)):
+        last[layers] = max(number, last.get(layers, 0))
+    later = [layers for layers, number in filter(None, map(_layer, unexpected)) if number > last.get(layers, number)]
+    if later:
+        says = counted(last[later[0]] + 1, f"layer `{later[0]}*`", f"layers `{later[0]}*`")
+        are = counted(len(later), "tensor is", "tensors are")
+        return (
+            f"Nothing is dropped in silence: {config} says {says}, and {are} of later ones, so it is of another model, "
+            "or says too few layers."
+        )
+    return (
+        f"Nothing is dropped in silence: is {config} of another model, or does it leave out a part of this one? Only "
+        "if the family itself has such tensors, its table under precisionctl/architectures/ lacks a row."
+    )
+
+
+def _layer(name: str) -> tuple[str, int] | None:
+    """What a name has before its first number, which is that of a layer, and the number; None without one."""
+    match = _FIRST_NUMBER.match(name)
+    return match and (match[1], int(match[2]))
+
+
+_FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
 
 
 def _targets(
