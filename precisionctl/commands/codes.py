@@ -78,16 +78,19 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # no note on outdated state: the choice of the scheme names it
+    layout = served(source.plan, request.ranks, expert_parallel=request.expert_parallel)
+    if found := engine.check_spread(source.plan.targets, layout):
+        raise PrecisionError(
+            f"{engine.title} cannot deal out experts whole: {found[0].what}; {found[0].rule.text}",
+            where=found[0].where,
+            do="Choose another --tp, or leave --expert-parallel out.",
+        )
     policy = in_scheme(
         source.plan,
         source.states,
         form,
         precision,
-        partial(
-            engine.refusal,
-            block=BLOCKS[scheme],
-            served=served(source.plan, request.ranks, expert_parallel=request.expert_parallel),
-        ),
+        partial(engine.refusal, block=BLOCKS[scheme], served=layout),
         without_blocks=[
             each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
         ],

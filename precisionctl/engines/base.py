@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -77,7 +78,8 @@ class Engine:
     latent attention, which caches neither keys nor values.
 
     How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_experts` if
-    these get experts whole, `on_cache` for an FP8 cache."""
+    these get experts whole, `on_cache` for an FP8 cache. `spreads` is what it then asks of a model's experts, and
+    `evenly` whether each GPU must get as many."""
 
     name: str
     title: str
@@ -104,6 +106,8 @@ class Engine:
     cache: Mapping[str, str]
     latents: EngineRule
     on_cache: str
+    spreads: EngineRule | None = None
+    evenly: bool = False
     bf16_scales: frozenset[str] = frozenset()
     renames: bool = False
     loads_own_classes: bool = False
@@ -164,6 +168,7 @@ class Engine:
             for missing, rule in self.keys.items()
             for key in missing(text)
         ]
+        missing_keys += self.check_spread(specs, served)
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
@@ -226,6 +231,19 @@ class Engine:
         experts = [] if read else [name for name in names if EXPERT.fullmatch(name)]
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
+
+    def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
+        """Why the engine does not deal out the experts of a model with these tensors whole, as a finding: there are
+        none, or the GPUs do not divide their number."""
+        if self.spreads is None or not served.expert_parallel:
+            return []
+        names = list(names)
+        counts = Counter((match[1], match[2]) for match in map(EXPERT.fullmatch, names) if match)
+        if not counts and not any(_experts_module(name.partition("[")[0]) for name in names):
+            return [Finding("config.json", "a model without experts", self.spreads)]
+        uneven = ((module, count) for (module, _), count in counts.items() if self.evenly and count % served.ranks)
+        what = "{} experts on {} GPUs"
+        return [Finding(module, what.format(count, served.ranks), self.spreads) for module, count in islice(uneven, 1)]
 
     def check_stacked(self, names: Iterable[str], method: str, model_type: object) -> list[Finding]:
         """The first of these tensors whose form the engine does not load beside codes, as a finding: experts of a layer

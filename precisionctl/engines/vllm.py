@@ -62,6 +62,10 @@ ENGINE = Engine(
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
     on_experts=" --enable-expert-parallel",
+    spreads=EngineRule(
+        "expert parallelism is for models with experts",
+        "vLLM config/model.py ModelConfig._verify_with_expert_parallelism",
+    ),
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
