@@ -11,6 +11,7 @@ import torch
 import training
 from conversions import carry_out
 from conversions import run as convert
+from installed import judge
 from int8_directories import SPELLINGS, WITH_ZERO_POINTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +20,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engines
-from precisionctl.errors import PrecisionctlError, PrecisionError, UnknownFormat
+from precisionctl.errors import PrecisionctlError, PrecisionError, UnknownFormat, UnmappedTensor
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import InputQuantizer, Int8Inputs, Int8TokenInputs
 from precisionctl.fp8 import sidecar
@@ -206,6 +207,34 @@ def test_fixed_scales_of_inputs_are_amaxes_and_one_recorded_since_gets_its_own(
         assert float(after[f"{down}input_zero_point"]) == 0
     others = [name for name in tensors if not name.startswith(f"{down}input")]
     assert all(torch.equal(bits(tensors[name]), bits(after[name])) for name in others)
+
+
+def test_a_scale_of_keys_in_an_mlp_is_of_no_cache_and_refused_by_name(tmp_path: Path) -> None:
+    int8_directories.make(tmp_path, SPELLINGS["w8a8"])
+    stray = {"model.layers.0.mlp.k_scale": torch.ones(1)}
+    save_file(stored(tmp_path) | stray, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnmappedTensor, match=r"layers\.0\.mlp\.k_scale"):
+        convert(tmp_path, tmp_path / "out", "megatron")
+
+
+@pytest.mark.parametrize("spelling", ["w8a8", "w8a16"])
+def test_compressed_tensors_older_key_of_config_json_is_read_and_becomes_the_newer(
+    tmp_path: Path, spelling: str
+) -> None:
+    int8_directories.make(tmp_path / "source", SPELLINGS[spelling])
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    theirs = judge("compressed_tensors.utils.safetensors_load").get_quantization_config(str(path))
+    assert HuggingFaceReader(tmp_path / "source").config["quantization_config"] == theirs
+    convert(tmp_path / "source", tmp_path / "bf16", "hf")
+    convert(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    assert_same(tmp_path / "source", tmp_path / "back")
+    found = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("bf16", "back")]
+    assert not any("compression_config" in each for each in found) and "quantization_config" not in found[0]
+    assert found[1]["quantization_config"] == theirs
+    assert compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "back")).equal
 
 
 def test_another_zero_point_of_inputs_is_a_difference(tmp_path: Path) -> None:
