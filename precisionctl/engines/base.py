@@ -155,9 +155,12 @@ class Engine:
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
-        scheme = method.read(quantization).narrowed(scales, specs).scheme
-        if scheme not in self.reads.get(method.name, ()) or method.spelling is None:
-            return [Finding("config.json", f"{method.name} with {_in_words(scheme)}", self.quantisation)]
+        said = method.read(quantization).narrowed(scales, specs)
+        scheme, kinds = said.scheme, [said.scheme] if said.blocks else list({form.name: 0 for form in said.formats})
+        unread = [kind for kind in kinds if kind not in self.reads.get(method.name, ())]
+        if unread or method.spelling is None:
+            what = f"{method.name} with {_in_words((unread or kinds)[0])}"
+            return [Finding("config.json", what, self.quantisation)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
@@ -184,9 +187,19 @@ class Engine:
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
             *partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
+            *unequal_in_group(
+                {name: each for name, each in scales.items() if not specs[name].element.is_integer},
+                read,
+                self.fused,
+                self.global_scales,
+                (*FUSED, LATENT) if self.fuses else FUSED,
+            ),
             *unequal_experts(scales, read, self.experts),
-            *self.check_experts(scales, method.name, scheme),
+            *(
+                finding
+                for kind in dict.fromkeys(schemes.values())
+                for finding in self.check_experts([n for n in scales if schemes[n] == kind], method.name, kind)
+            ),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
@@ -302,4 +315,4 @@ def engines() -> dict[str, Engine]:
 
 
 def _in_words(scheme: str) -> str:
-    return f"{scheme} weights" if scheme in FOUR_BITS.values() else f"{scheme} activations"
+    return f"{scheme} weights" if scheme in (*FOUR_BITS.values(), "INT8") else f"{scheme} activations"

@@ -11,7 +11,7 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.ignore_lists import IgnoreList
 from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FLOATS, FOUR_BITS, Scales
+from precisionctl.quant_methods.base import CODES, FLOATS, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +29,11 @@ def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], r
 def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     """Scales of a shape or dtype that the scheme does not have."""
     specs, scheme = directory.specs, directory.scheme
-    if scheme in FOUR_BITS.values():
-        return  # codes are not recognised with others
     exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
     for weight, scales in directory.scales.items():
+        if specs[weight].packing:
+            continue  # such codes are not recognised with others
         for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
@@ -65,7 +65,7 @@ def linears(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [name for name in weights if "embed" not in name]
 
 
-def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
+def fused_weights(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
     """The weights of each group of linears that engines fuse."""
     for group in groups:
         first = f".{group[0]}.weight"
@@ -88,7 +88,7 @@ def partly_quantized(
     scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     """Fused linears, or a layer's experts, of which only some are codes."""
-    for group in (*_groups(specs, fused), *_experts(specs).values()):
+    for group in (*fused_weights(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(
@@ -104,7 +104,7 @@ def unequal_in_group(
     fused: Iterable[tuple[str, ...]],
 ) -> Iterator[Finding]:
     """Fused linears with static scales, or global ones, that differ."""
-    for group in _groups(scales, fused):
+    for group in fused_weights(scales, fused):
         found = [scales[name] for name in group]
         static = [each for each in found if each.input is not None]
         for kind, names, rule in (

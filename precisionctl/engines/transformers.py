@@ -10,6 +10,7 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
+from precisionctl.engines.integer_rules import zero_points_of
 from precisionctl.engines.model_rules import ExpertDtype
 from precisionctl.engines.rule import EngineRule
 
@@ -35,6 +36,7 @@ ENGINE = Engine(
             "NVFP4",
             "MXFP4",
             "INT4",
+            "INT8",
             "static",
             "dynamic",
             "block",
@@ -120,6 +122,10 @@ ENGINE = Engine(
         ),
         without_dimension: EngineRule(
             "scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"
+        ),
+        zero_points_of(4, 8): EngineRule(
+            "it makes place for zero points that are not packed, and those of the directory do not fit",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
         ),
         scales_beyond_bf16: EngineRule(
             "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
