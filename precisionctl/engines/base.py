@@ -35,7 +35,7 @@ from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDire
 from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import FOUR_BITS, Scheme
+from precisionctl.quant_methods.base import FOUR_BITS, Quantization, Scales, Scheme, in_fp8, sized
 from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 
 if TYPE_CHECKING:
@@ -156,17 +156,23 @@ class Engine:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
         said = method.read(quantization).narrowed(scales, specs)
-        scheme, kinds = said.scheme, [said.scheme] if said.blocks else list({form.name: 0 for form in said.formats})
+        scheme = said.scheme
+        codes = {name: specs[name] for name in scales}
+        schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
+        kinds = [scheme] if said.blocks else [form.name for form in said.formats]
+        if (
+            method.spelling is None
+        ):  # shapes of scales are not held against those of one scheme, so there may be several
+            schemes |= {name: _alone(said, spec, scales[name]) for name, spec in codes.items() if not spec.packing}
+            kinds = list(schemes.values())
         unread = [kind for kind in kinds if kind not in self.reads.get(method.name, ())]
-        if unread or method.spelling is None:
+        if unread:
             what = f"{method.name} with {_in_words((unread or kinds)[0])}"
             return [Finding("config.json", what, self.quantisation)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
         served = ServingLayout.of(config, ranks)
-        codes = {name: specs[name] for name in scales}
-        schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
         shapes = (self.check_shape(name, spec, schemes[name], served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
@@ -312,6 +318,12 @@ _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_project
 def engines() -> dict[str, Engine]:
     """Every engine in this folder, and of plug-ins, by the name that `--target` takes."""
     return discover_names(precisionctl.engines, "ENGINE", Engine, lambda engine: [engine.name])
+
+
+def _alone(said: Quantization, weight: TensorSpec, scales: Scales) -> str:
+    """The scheme of a weight in FP8, of a directory that may have several."""
+    blocks = [block for block in said.blocks if sized(block, weight) == scales.block]
+    return in_fp8(blocks[:1], scales.input is not None).scheme
 
 
 def _in_words(scheme: str) -> str:

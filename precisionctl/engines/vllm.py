@@ -28,6 +28,7 @@ from precisionctl.engines.integer_rules import (
     zero_points_of,
 )
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -60,18 +61,26 @@ ENGINE = Engine(
         "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
+        "quark": (
+            "MXFP4",
+            "static",
+            "dynamic",
+            "per-channel weights and static",
+            "per-tensor weights and dynamic",
+        ),
     },
     reads_experts={
         "compressed-tensors": ("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
         "modelopt": ("NVFP4", "static", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
+        "quark": ("MXFP4", "static", "dynamic"),
     },
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
-        "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
+        "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py, quark.py _get_scheme_cls_from_config",
     ),
     scales=EngineRule(
         "scales are loaded into FP32 parameters of fixed shapes",
@@ -126,6 +135,7 @@ ENGINE = Engine(
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
         "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME),
         "mxfp8": IgnoreList(("ignored_layers",), BY_PART_OR_GLOB),
+        "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX),
     },
     demands={
         unsaid_activations("fp8"): EngineRule(
@@ -176,6 +186,14 @@ ENGINE = Engine(
             "scales of packed integers are rounded to the model's dtype",
             "vLLM 0.33 compressed_tensors_wNa16.py create_weights",
             fatal=False,
+        ),
+        quark_keys_unsaid: EngineRule(
+            "it asks Quark's config for these keys, which have no defaults",
+            "vLLM 0.33 quark/quark.py from_config, _find_matched_config, utils.py should_ignore_layer",
+        ),
+        quark_channels_in_columns: EngineRule(
+            "scales of channels are loaded into a parameter of one dimension",
+            "vLLM 0.33 quark/schemes/quark_w8a8_fp8.py create_weights",
         ),
         cache_by("tensor", "attn_head"): EngineRule(
             "a cache has one fixed scale for a layer or a head",
