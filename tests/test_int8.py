@@ -15,7 +15,7 @@ from installed import judge
 from int8_directories import SPELLINGS, WITH_ZERO_POINTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
@@ -229,9 +229,14 @@ def test_compressed_tensors_older_key_of_config_json_is_read_and_becomes_the_new
     path.write_text(json.dumps(config))
     theirs = judge("compressed_tensors.utils.safetensors_load").get_quantization_config(str(path))
     assert HuggingFaceReader(tmp_path / "source").config["quantization_config"] == theirs
+    assert [findings(tmp_path / "source", engine)[0] for engine in ("vllm", "sglang")] == [[], []]
+    (unknown,) = findings(tmp_path / "source", "transformers")[0]
+    assert "no quantization_config" in unknown
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "source"), "quantization_config")
     convert(tmp_path / "source", tmp_path / "bf16", "hf")
     convert(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
     assert_same(tmp_path / "source", tmp_path / "back")
+    assert findings(tmp_path / "back", "transformers")[0] == []
     found = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("bf16", "back")]
     assert not any("compression_config" in each for each in found) and "quantization_config" not in found[0]
     assert found[1]["quantization_config"] == theirs

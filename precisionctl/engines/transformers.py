@@ -12,6 +12,7 @@ from precisionctl.engines.demands import exponents_named, named, scales_beyond_b
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
 from precisionctl.engines.integer_rules import zero_points_of
 from precisionctl.engines.model_rules import ExpertDtype
+from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -144,7 +145,12 @@ ENGINE = Engine(
             "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
         ),
     },
-    keys={},
+    keys={
+        quantization_config_under_this_name: EngineRule(
+            "it does not know it as `compression_config`, and takes codes for weights",
+            "transformers 5.23 quantizers/auto.py, configuration_utils.py",
+        ),
+    },
     cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
     latents=EngineRule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",
