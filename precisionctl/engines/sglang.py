@@ -24,6 +24,7 @@ from precisionctl.engines.integer_rules import (
     int8_of_a_tensor,
     int8_of_no_scheme,
     scales_of_words_beyond_bf16,
+    zero_points_of,
 )
 from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
@@ -136,6 +137,10 @@ ENGINE = Engine(
         ),
         int8_experts(by_token=False): EngineRule(
             "experts in bytes are implemented for NPUs alone", "SGLang 0.5.23 compressed_tensors.py get_moe_scheme"
+        ),
+        zero_points_of(8): EngineRule(
+            "its one kernel, Marlin, is built for those of four bits",
+            "SGLang 0.5.23 compressed_tensors_wNa16.py, marlin_utils.py query_marlin_supported_quant_types",
         ),
         int8_inputs_fixed: EngineRule(
             "it makes a scale for each token in its place",
