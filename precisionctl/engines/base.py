@@ -160,15 +160,13 @@ class Engine:
         codes = {name: specs[name] for name in scales}
         schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
         kinds = [scheme] if said.blocks else [form.name for form in said.formats]
-        if (
-            method.spelling is None
-        ):  # shapes of scales are not held against those of one scheme, so there may be several
+        if method.spelling is None:  # there may be several, as no shapes are held against those of one
             schemes |= {name: _alone(said, spec, scales[name]) for name, spec in codes.items() if not spec.packing}
             kinds = list(schemes.values())
+        by_kind = dict.fromkeys(codes, scheme) if said.blocks and method.spelling else schemes
         unread = [kind for kind in kinds if kind not in self.reads.get(method.name, ())]
         if unread:
-            what = f"{method.name} with {_in_words((unread or kinds)[0])}"
-            return [Finding("config.json", what, self.quantisation)]
+            return [Finding("config.json", f"{method.name} with {_in_words(unread[0])}", self.quantisation)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
@@ -203,8 +201,8 @@ class Engine:
             *unequal_experts(scales, read, self.experts),
             *(
                 finding
-                for kind in dict.fromkeys(schemes.values())
-                for finding in self.check_experts([n for n in scales if schemes[n] == kind], method.name, kind)
+                for kind in dict.fromkeys(by_kind.values())
+                for finding in self.check_experts([n for n in codes if by_kind[n] == kind], method.name, kind)
             ),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
