@@ -176,6 +176,20 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
+class DeltaNetParts(_RowPermutation):
+    """Parts of a gated delta net's input projection or convolution, each of them a tensor in Hugging Face (Kimi
+    Linear). `sizes` is the field of GatedDeltaNet that has their numbers of rows."""
+
+    sizes: str
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(_cut(whole, getattr(model.gdn, self.sizes)))
+
+
+@dataclass(frozen=True)
 class Joined:
     """Hugging Face keeps the parts of another move in one tensor, one after the other."""
 
@@ -246,14 +260,17 @@ class RotaryPairs(_Computation):
         return torch.cat([turned.flatten(1, 3), heads[:, -1:].flatten(1, 3)], dim=1).flatten(0, 1)
 
 
+@dataclass(frozen=True)
 class Squeezed(_Computation):
-    """Hugging Face keeps a vector as a matrix of one row."""
+    """Hugging Face keeps a vector as a tensor of more dimensions, all but one of size 1: a matrix of one row."""
+
+    shape: tuple[int, ...] = (1, -1)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0].squeeze(0)
+        return parts[0].flatten()
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (whole[None],)
+        return (whole.reshape(self.shape),)
 
 
 class Scalar(_Computation):
@@ -309,5 +326,7 @@ ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
 SQUEEZED = Squeezed()
+KDA_IN_PROJ = DeltaNetParts("in_proj_parts")
+KDA_CONV = DeltaNetParts("conv_parts")
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

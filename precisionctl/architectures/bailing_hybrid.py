@@ -1,0 +1,189 @@
+"""Ling 3: Kimi delta attention whose decays have a bound, in every sixth layer latent attention with a gate for each
+head, DeepSeek-V3's experts, and a layer of multi-token prediction.
+
+Traps: published files and transformers' class call everything about attention otherwise, and what the class saves
+calls the output projection of delta attention as that of latent attention. Its class takes `head_dim` for the size of
+the heads of delta attention, and then saves that of rotary embeddings there, which it cannot load again. The layer of
+prediction is behind the decoder's, and transformers neither reads nor writes it.
+"""
+
+from typing import Any
+
+from precisionctl.architectures.config_keys import (
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    Synonyms,
+    is_on,
+    layers,
+    listed_layers,
+    size,
+)
+from precisionctl.architectures.deepseek_keys import experts_by_list
+from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
+from precisionctl.architectures.kda_keys import KINDS, common, layer_types
+from precisionctl.architectures.kda_rows import either, in_memory, kda
+from precisionctl.architectures.llama_rows import (
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    SEPARATE_NORM,
+)
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rope import KEYS, rope
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ROWS
+
+_LATENTS = (
+    *LATENT_ATTENTION,
+    Row(
+        "model.layers.{layer}.self_attn.g_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_gate.weight",
+        ("num_attention_heads", "hidden_size"),
+        parallel=ROWS,
+    ),
+)
+_PUBLISHED = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.": ".attention.",
+    ".e_score_correction_bias": ".expert_bias",
+}
+_DENSE = {".attention.o_proj.": ".attention.dense."}
+_OF_KDA = kda(low_rank=False)
+_KDA, _OUT = _OF_KDA[:-1], _OF_KDA[-1:]
+
+
+def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, ...]:
+    """By the names in published files, or those in memory."""
+    published = renamed(rows, _PUBLISHED)
+    return either(rows, renamed(published, _DENSE) if dense else published)
+
+
+_ATTENTION = only_in("attention", _LATENTS)
+_BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
+
+
+def _read_kda(config: Config, where: object) -> Fields:
+    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+    if listed is None:
+        every = size({"layer_group_size": 6} | dict(config), "layer_group_size", where)
+        listed = [(layer + 1) % every != 0 for layer in range(number)]
+    head = size({"head_dim": 128} | dict(config), "head_dim", where)
+    heads = size(config, "num_attention_heads", where)
+    bounded = is_on(config, "kda_safe_gate", where, absent=True)
+    return {
+        "gdn.layers": tuple(listed),
+        **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),
+        **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim"), head),
+        "gdn.kda": True,
+        "gdn.kda_lower_bound": config.get("kda_lower_bound", -5.0) if bounded else None,
+    }
+
+
+def _write_kda(model: ModelShape) -> Config:
+    if model.gdn is None:
+        return {}
+    bound = model.gdn.kda_lower_bound
+    bounded = {"kda_safe_gate": bound is not None, **({} if bound is None else {"kda_lower_bound": bound})}
+    return {**layer_types(model), "head_dim": model.gdn.key_head_dim, **bounded}
+
+
+_ROPE = rope(6e6)
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    """Unscaled ones are made for all of `qk_rope_head_dim`, whatever share of a head config.json says."""
+
+    def whole(said: Config) -> dict[str, Any]:
+        return {key: value for key, value in said.items() if key != "partial_rotary_factor"}
+
+    inner = config.get("rope_parameters")
+    fields = _ROPE.read(whole(config) | ({"rope_parameters": whole(inner)} if isinstance(inner, dict) else {}), where)
+    return fields if fields["rope_scaling"] is None else _ROPE.read(config, where)
+
+
+def _read_shared(config: Config, where: object) -> Fields:
+    key = "moe_shared_expert_intermediate_size"
+    one = config.get("moe_intermediate_size")
+    if config.get(key, one) != one:
+        what = f"{key} is {shown(config[key])}, and transformers, which passes over it, takes moe_intermediate_size"
+        raise DamagedCheckpoint(what, where=where)
+    return {}
+
+
+def _write_shared(model: ModelShape) -> Config:
+    return {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
+
+
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+
+
+def _read_limits(config: Config, where: object) -> Fields:
+    for key in _LIMITS:
+        limits = config.get(key) or []
+        if not isinstance(limits, list) or any(limits):
+            raise UnknownArchitecture(f"no bailing_hybrid known here has {key}={shown(limits)}", where=where)
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"bailing_hybrid": "BailingHybridForCausalLM"},
+    rows=(
+        *_either(EMBEDDING),
+        *SEPARATE_NORM,
+        *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
+        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), in_memory=True),
+        *_either(_ATTENTION, dense=True),
+        *MLP_NORM,
+        *MLP,
+        *MOE_NORM,
+        *_BESIDE,
+        *_either(EXPERT_BIAS),
+        *EXPERTS,
+        *FINAL_NORM,
+        *OUTPUT,
+        *prediction(
+            (*SEPARATE_NORM, *renamed(renamed(_ATTENTION, _PUBLISHED), _DENSE)),
+            (*_BESIDE, *renamed(EXPERT_BIAS, _PUBLISHED)),
+            last_norm="final_layernorm",
+        ),
+    ),
+    config=(
+        *common(published=False, number=512, group_counts=(8, 4), scaling=2.5),
+        Only("q_lora_rank", None),
+        Always("mla.output_gate", True),
+        Only("gated_attention_proj_granularity_type", "head_wise"),
+        Rule(
+            ("layer_types", "layer_group_size", "head_dim", "kda_safe_gate", "kda_lower_bound"), _read_kda, _write_kda
+        ),
+        Key("gdn.conv_kernel_dim", "short_conv_kernel_size", 4),
+        Synonyms(
+            {
+                "linear_head_dim": "head_dim",
+                "linear_num_heads": "num_attention_heads",
+                "linear_conv_kernel_dim": "short_conv_kernel_size",
+            }
+        ),
+        Only("no_kda_lora", True),
+        Only("use_kda_lora", False),
+        experts_by_list(dense=2, key="first_k_dense_replace"),
+        Rule(("moe_shared_expert_intermediate_size",), _read_shared, _write_shared),
+        Rule(_LIMITS, _read_limits),
+        Only("use_mla_nope", False),
+        Only("use_qk_norm", True),
+        Only("rope_interleave", True),
+        Rule(KEYS, _read_rope, _ROPE.write),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 1, synonym="num_mtp_layers"),
+        Only("mtp_use_kda", False),
+    ),
+    derived=ROTARY,
+)
