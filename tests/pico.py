@@ -631,7 +631,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ling-3": {
         "model_type": "bailing_hybrid",
         **_KDA,
-        "head_dim": 16,  # that of rotary embeddings: what its class saves of another one it cannot load
+        "head_dim": 8,
         "layer_group_size": 2,
         "n_group": 4,
         "topk_group": 2,

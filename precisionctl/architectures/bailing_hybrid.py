@@ -2,9 +2,9 @@
 head, DeepSeek-V3's experts, and a layer of multi-token prediction.
 
 Traps: published files and transformers' class call everything about attention otherwise, and what the class saves
-calls the output projection of delta attention as that of latent attention. Its class takes `head_dim` for the size of
-the heads of delta attention, and then saves that of rotary embeddings there, which it cannot load again. The layer of
-prediction is behind the decoder's, and transformers neither reads nor writes it.
+calls the output projection of delta attention as that of latent attention. `head_dim` is the size of the heads of delta
+attention in published files, and that of rotary embeddings in those that the class saves, which say the other in
+`linear_head_dim`. The layer of prediction is behind the decoder's, and transformers neither reads nor writes it.
 """
 
 from typing import Any
@@ -16,15 +16,13 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    Synonyms,
     is_on,
     layers,
     listed_layers,
     size,
 )
-from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
-from precisionctl.architectures.kda_keys import KINDS, common, layer_types
+from precisionctl.architectures.kda_keys import KINDS, common, layer_types, sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
@@ -71,18 +69,25 @@ _ATTENTION = only_in("attention", _LATENTS)
 _BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
 
 
+_SAVED = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+
+
 def _read_kda(config: Config, where: object) -> Fields:
     listed, number = listed_layers(config, KINDS, where), layers(config, where)
     if listed is None:
         every = size({"layer_group_size": 6} | dict(config), "layer_group_size", where)
         listed = [(layer + 1) % every != 0 for layer in range(number)]
-    head = size({"head_dim": 128} | dict(config), "head_dim", where)
-    heads = size(config, "num_attention_heads", where)
+    said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
+    heads, head, taps = (
+        size({first: said.get(then)} | dict(config), first, where)
+        for first, then in zip(_SAVED, ("num_attention_heads", "head_dim", "short_conv_kernel_size"), strict=True)
+    )
     bounded = is_on(config, "kda_safe_gate", where, absent=True)
     return {
         "gdn.layers": tuple(listed),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim"), head),
+        "gdn.conv_kernel_dim": taps,
         "gdn.kda": True,
         "gdn.kda_lower_bound": config.get("kda_lower_bound", -5.0) if bounded else None,
     }
@@ -93,7 +98,10 @@ def _write_kda(model: ModelShape) -> Config:
         return {}
     bound = model.gdn.kda_lower_bound
     bounded = {"kda_safe_gate": bound is not None, **({} if bound is None else {"kda_lower_bound": bound})}
-    return {**layer_types(model), "head_dim": model.gdn.key_head_dim, **bounded}
+    sizes = {"head_dim": model.gdn.key_head_dim, "short_conv_kernel_size": model.gdn.conv_kernel_dim}
+    if model.gdn.num_value_heads != model.num_attention_heads:
+        sizes["linear_num_heads"] = model.gdn.num_value_heads
+    return {**layer_types(model), **sizes, **bounded}
 
 
 _ROPE = rope(6e6)
@@ -162,19 +170,14 @@ ARCHITECTURE = Architecture(
         Always("mla.output_gate", True),
         Only("gated_attention_proj_granularity_type", "head_wise"),
         Rule(
-            ("layer_types", "layer_group_size", "head_dim", "kda_safe_gate", "kda_lower_bound"), _read_kda, _write_kda
-        ),
-        Key("gdn.conv_kernel_dim", "short_conv_kernel_size", 4),
-        Synonyms(
-            {
-                "linear_head_dim": "head_dim",
-                "linear_num_heads": "num_attention_heads",
-                "linear_conv_kernel_dim": "short_conv_kernel_size",
-            }
+            ("layer_types", "layer_group_size", "head_dim", "short_conv_kernel_size", *_SAVED)
+            + ("kda_safe_gate", "kda_lower_bound"),
+            _read_kda,
+            _write_kda,
         ),
         Only("no_kda_lora", True),
         Only("use_kda_lora", False),
-        experts_by_list(dense=2, key="first_k_dense_replace"),
+        sparse_layers(dense=2),
         Rule(("moe_shared_expert_intermediate_size",), _read_shared, _write_shared),
         Rule(_LIMITS, _read_limits),
         Only("use_mla_nope", False),

@@ -2,8 +2,14 @@
 
 from collections.abc import Mapping
 
-from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded
-from precisionctl.architectures.deepseek_keys import SIGMOID, groups, latent_attention, shared_experts
+from precisionctl.architectures.config_keys import Config, Entry, Key, Only, Reworded, Rule
+from precisionctl.architectures.deepseek_keys import (
+    SIGMOID,
+    experts_by_list,
+    groups,
+    latent_attention,
+    shared_experts,
+)
 from precisionctl.model_shape import ModelShape
 
 KINDS = {"linear_attention": True, "full_attention": False}
@@ -38,6 +44,19 @@ def common(published: bool, number: int, group_counts: tuple[int, int], scaling:
 
 def _words(entry: Entry) -> Mapping[str, str]:
     return {key: _WORDS[key] for key in entry.keys if key in _WORDS}
+
+
+def sparse_layers(dense: int) -> Rule:
+    """Which layers have experts; without a list, all but the first ones: `dense` of them where no key says how many.
+    Engines look for that number alone."""
+    key = "first_k_dense_replace"
+    listed = experts_by_list(dense, key)
+
+    def write(model: ModelShape) -> Config:
+        without = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
+        return {**listed.write(model), **({key: len(without)} if without == [*range(len(without))] else {})}
+
+    return Rule(listed.keys, listed.read, write)
 
 
 def layer_types(model: ModelShape) -> Config:
