@@ -79,8 +79,9 @@ BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)
 
 def source_of(family: str) -> InMemory:
     with tempfile.TemporaryDirectory() as folder:
-        # Gradients of DeepSeek-V4's streams would else be too small to tell from rounding.
-        pico.save(Path(folder), family, **({"initializer_range": 0.12} if family == "deepseek-v4" else {}))
+        # Gradients of DeepSeek-V4's streams, and what Ling 3's states give, would else be too small to tell from rounding.
+        larger = {"initializer_range": 0.12} if family in ("deepseek-v4", "ling-3") else {}
+        pico.save(Path(folder), family, **larger)
         return to_megatron(open_checkpoint(Path(folder)))
 
 

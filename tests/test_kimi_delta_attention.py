@@ -114,26 +114,21 @@ def test_a_published_checkpoint_comes_back_from_any_division(tmp_path: Path, fam
     assert [n for n in stored if back[n].dtype != stored[n].dtype or not torch.equal(back[n], stored[n])] == []
 
 
-def of_each(head: int) -> dict[str, tuple[int, ...]]:
-    """What both have, of 16 heads of so many channels."""
-    size = 16 * head
-    return {
-        **{f"conv1d.weight.{part}": (size, 1, 4) for part in ("query", "key", "value")},
-        **{f"in_proj.weight.{part}": (size, 64) for part in ("query", "key", "value")},
-        "beta_proj.weight": (16, 64),
-        "A_log": (16,),
-        "dt_bias": (size,),
-        "out_norm.weight": (head,),
-        "out_proj.weight": (64, size),
-    }
-
-
+OF_EACH = {
+    **{f"conv1d.weight.{part}": (512, 1, 4) for part in ("query", "key", "value")},
+    **{f"in_proj.weight.{part}": (512, 64) for part in ("query", "key", "value")},
+    "beta_proj.weight": (16, 64),
+    "A_log": (16,),
+    "dt_bias": (512,),
+    "out_norm.weight": (32,),
+    "out_proj.weight": (64, 512),
+}
 OWN = {
     "kimi-linear": {
-        **{f"{name}_a_proj.weight": (16, 64) for name in ("f", "g")},
-        **{f"{name}_b_proj.weight": (256, 16) for name in ("f", "g")},
+        **{f"{name}_a_proj.weight": (32, 64) for name in ("f", "g")},
+        **{f"{name}_b_proj.weight": (512, 32) for name in ("f", "g")},
     },
-    "ling-3": {f"in_proj.weight.{part}": (128, 64) for part in ("g", "gate")},
+    "ling-3": {f"in_proj.weight.{part}": (512, 64) for part in ("g", "gate")},
 }
 
 
@@ -144,11 +139,10 @@ def test_torch_dist_has_the_parts_as_megatron_core_stores_them(tmp_path: Path, f
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2))))
     index, start = dcp.read_index(tmp_path / "m/release"), "decoder.layers.0.self_attention."
     found = {key.removeprefix(start): stored for key, stored in index.tensors.items() if key.startswith(start)}
-    head = {"kimi-linear": 16, "ling-3": 8}[family]
-    assert {key: stored.shape for key, stored in found.items()} == of_each(head) | OWN[family]
+    assert {key: stored.shape for key, stored in found.items()} == OF_EACH | OWN[family]
     pieces = {key: {piece.sizes for piece in stored.pieces} for key, stored in found.items()}
-    assert pieces["in_proj.weight.value"] == {(8 * head, 64)} and pieces["beta_proj.weight"] == {(16, 64)}
-    assert pieces["dt_bias"] == {(8 * head,)} and pieces["out_proj.weight"] == {(64, 8 * head)}
+    assert pieces["in_proj.weight.value"] == {(256, 64)} and pieces["beta_proj.weight"] == {(16, 64)}
+    assert pieces["dt_bias"] == {(256,)} and pieces["out_proj.weight"] == {(64, 256)}
 
 
 def respelled(folder: Path, spelling: str, family: str) -> None:
@@ -371,7 +365,7 @@ def test_kimi_linear_counts_layers_from_one() -> None:
 
 def test_what_transformers_saves_of_ling_has_the_size_of_heads_under_another_key() -> None:
     saved = config_of("ling-3")
-    assert (saved["head_dim"], saved["linear_head_dim"]) == (16, 8)
+    assert (saved["head_dim"], saved["linear_head_dim"]) == (16, 32)
     assert from_hf_config(saved) == from_hf_config(pico.settings("ling-3"))
     fewer = from_hf_config(saved | {"linear_num_heads": 8})
     assert (
