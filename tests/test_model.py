@@ -121,10 +121,12 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
         torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
-@pytest.mark.parametrize("family", ["mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo"])
+@pytest.mark.parametrize(
+    "family", ["mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "kimi-linear", "ling-3"]
+)
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Sinks, values of another size, softplus gates, a number of heads by kind of layer, SparseMixer, clamped queries,
-    and LayerNorms without weights."""
+    LayerNorms without weights, and Kimi delta attention."""
     theirs = transformers_model(family)
     ours = as_gpt(converted(theirs, tmp_path))
     tokens = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(1))
