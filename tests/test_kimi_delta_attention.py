@@ -328,6 +328,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         ("ling-3", "no_kda_lora", False),
         ("ling-3", "gated_attention_proj_granularity_type", "element_wise"),
         ("ling-3", "mtp_use_kda", True),
+        ("ling-3", "group_norm_size", 4),  # Ling 2.5's
         ("ling-3", "expert_swiglu_limit_list", [0, 0, 4, 4]),
     ],
 )

@@ -1,10 +1,11 @@
 """Ling 3: Kimi delta attention whose decays have a bound, in every sixth layer latent attention with a gate for each
 head, DeepSeek-V3's experts, and a layer of multi-token prediction.
 
-Traps: published files and transformers' class call everything about attention otherwise, and what the class saves
-calls the output projection of delta attention as that of latent attention. `head_dim` is the size of the heads of delta
-attention in published files, and that of rotary embeddings in those that the class saves, which say the other in
-`linear_head_dim`. The layer of prediction is behind the decoder's, and transformers neither reads nor writes it.
+Traps: Ling 2.5 has the same `model_type`, and is another model, which transformers does not have. Published files and
+transformers' class call everything about attention otherwise, and what the class saves calls the output projection of
+delta attention as that of latent attention. `head_dim` is the size of the heads of delta attention in published files,
+and that of rotary embeddings in those that the class saves, which say the other in `linear_head_dim`. The layer of
+prediction is behind the decoder's, and transformers neither reads nor writes it.
 """
 
 from typing import Any
@@ -180,6 +181,7 @@ ARCHITECTURE = Architecture(
         sparse_layers(dense=2),
         Rule(("moe_shared_expert_intermediate_size",), _read_shared, _write_shared),
         Rule(_LIMITS, _read_limits),
+        Only("group_norm_size", 1),
         Only("use_mla_nope", False),
         Only("use_qk_norm", True),
         Only("rope_interleave", True),
