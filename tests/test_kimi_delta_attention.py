@@ -202,6 +202,16 @@ def test_exports_leave_what_makes_decays_and_learning_rates_in_bf16(
     assert values == kept
 
 
+def test_linears_that_stay_values_alone_have_no_part_in_scales_that_others_share(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "kimi-linear", dtype=torch.bfloat16)
+    asked = Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "nvfp4a16", keep_misfits=True)
+    execute(plan_command(asked))
+    stored, made = (load_file(tmp_path / each / "model.safetensors") for each in ("hf", "out"))
+    kept = [name for name in stored if name.endswith((".f_a_proj.weight", ".f_b_proj.weight", ".b_proj.weight"))]
+    assert len(kept) == 3 * 3 and all(torch.equal(made[name], stored[name]) for name in kept)
+    assert "model.layers.0.self_attn.q_proj.weight_packed" in made
+
+
 # What is published, but for what neither a tensor nor a computation depends on
 KIMI = {
     "first_k_dense_replace": 1,
