@@ -391,7 +391,7 @@ def test_shared_experts_of_another_size_than_transformers_makes_are_refused() ->
         from_hf_config(config_of("ling-3", moe_shared_expert_intermediate_size=48))
 
 
-@pytest.mark.parametrize("bound", [0, 5.0, float("nan"), "x", True])
+@pytest.mark.parametrize("bound", [0, 5.0, float("nan"), "x", True, None])
 def test_a_bound_of_decays_is_a_negative_number(bound: Any) -> None:
     with pytest.raises(DamagedCheckpoint, match="kda_lower_bound is .*, not a negative number"):
         from_hf_config(config_of("ling-3", kda_lower_bound=bound))

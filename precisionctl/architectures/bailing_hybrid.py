@@ -69,8 +69,12 @@ def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, .
 _ATTENTION = only_in("attention", _LATENTS)
 _BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
 
-
-_SAVED = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+_SAVED = {
+    "linear_num_heads": "num_attention_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+"""Sizes of delta attention in what transformers saves, and where it looks for them in files without these keys."""
 
 
 def _read_kda(config: Config, where: object) -> Fields:
@@ -79,18 +83,17 @@ def _read_kda(config: Config, where: object) -> Fields:
         every = size({"layer_group_size": 6} | dict(config), "layer_group_size", where)
         listed = [(layer + 1) % every != 0 for layer in range(number)]
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
-    heads, head, taps = (
-        size({first: said.get(then)} | dict(config), first, where)
-        for first, then in zip(_SAVED, ("num_attention_heads", "head_dim", "short_conv_kernel_size"), strict=True)
-    )
-    bounded = is_on(config, "kda_safe_gate", where, absent=True)
+    heads, head, taps = (size({first: said.get(then)} | dict(config), first, where) for first, then in _SAVED.items())
+    bounded, bound = is_on(config, "kda_safe_gate", where, absent=True), config.get("kda_lower_bound", -5.0)
+    if bounded and bound is None:
+        raise DamagedCheckpoint("kda_lower_bound is None, not a negative number", where=where)
     return {
         "gdn.layers": tuple(listed),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), heads),
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim"), head),
         "gdn.conv_kernel_dim": taps,
         "gdn.kda": True,
-        "gdn.kda_lower_bound": config.get("kda_lower_bound", -5.0) if bounded else None,
+        "gdn.kda_lower_bound": bound if bounded else None,
     }
 
 

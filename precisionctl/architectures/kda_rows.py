@@ -30,7 +30,7 @@ def kda(low_rank: bool, a_log: Rearrangement = SAME) -> tuple[Row, ...]:
                 Parallel("rows", names=KDA_PARTS[: len(in_proj)]),
                 parts="gdn.in_proj_parts",
                 gemm=True,
-                values=tuple(in_proj[3:4]),
+                values=tuple(in_proj[3:4]),  # of decays
             ),
             *(_LOW_RANK if low_rank else ()),
             Row(
