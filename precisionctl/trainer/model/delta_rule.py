@@ -41,8 +41,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         for each in (query, key, value, beta[..., None], decay if by_channel else decay[..., None])
     )  # [B, N, chunks, CHUNK, ...]
     past = decays.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
-    keys, seen = (_by_channel if by_channel else _decayed)((key, query), key, past)
-    system = rates * keys  # only what is below its diagonal counts
+    system, seen = (_by_channel if by_channel else _by_head)(query, key, past, rates)
     learned = torch.linalg.solve_triangular(system, rates * new, upper=False, unitriangular=True)
     read = torch.linalg.solve_triangular(system, rates * past.exp() * key, upper=False, unitriangular=True)
     from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
@@ -56,29 +55,31 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
 
 
-def _decayed(rows: tuple[Tensor, Tensor], keys: Tensor, past: Tensor) -> tuple[Tensor, ...]:
-    """Each row's products with the keys up to its own, which have decayed meanwhile: `[..., CHUNK, CHUNK]` of rows and
-    keys `[..., CHUNK, K]` and of the logarithm of what decays from the chunk's beginning to each token,
-    `[..., CHUNK, 1]`."""
+def _by_head(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of each token's key, times its learning rate, and of its query with the keys up to its own, which
+    have decayed meanwhile, `[..., CHUNK, CHUNK]`: the triangular system, of which only what is below its diagonal
+    counts, and what queries see of a chunk. Of queries and keys `[..., CHUNK, K]`, learning rates `[..., CHUNK, 1]` and
+    the logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
     between = decays_between(past)
-    return tuple((each @ keys.mT) * between for each in rows)
+    return rates * (key @ key.mT) * between, (query @ key.mT) * between
 
 
-def _by_channel(rows: tuple[Tensor, Tensor], keys: Tensor, past: Tensor) -> tuple[Tensor, ...]:
+def _by_channel(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """The same of decays of each channel, `[..., CHUNK, K]`. Between a block's tokens these are taken pair by pair;
     earlier keys decay to the block's first token, and from there on: each of the two exponentials is at most 1."""
-    each, blocks = torch.stack(rows, -2), []  # [..., CHUNK, 2, K]
+    each, blocks = torch.stack((key, query), -2), []  # [..., CHUNK, 2, K]
     upper = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=past.device).triu(1)[..., None]
     for first in range(0, CHUNK, BLOCK):
         block = slice(first, first + BLOCK)
         here, pasts, start = each[..., block, :, :], past[..., block, :], past[..., first : first + 1, :]
         pairs = (pasts[..., :, None, :] - pasts[..., None, :, :]).masked_fill(upper, -torch.inf).exp()
-        within = here @ (keys[..., None, block, :] * pairs).mT  # [..., BLOCK, 2, BLOCK]
-        before = keys[..., :first, :] * (start - past[..., :first, :]).exp()
+        within = here @ (key[..., None, block, :] * pairs).mT  # [..., BLOCK, 2, BLOCK]
+        before = key[..., :first, :] * (start - past[..., :first, :]).exp()
         since = here * (pasts - start).exp()[..., None, :]
         earlier = (since.flatten(-3, -2) @ before.mT).view(*since.shape[:-1], first)
         blocks.append(F.pad(torch.cat([earlier, within], -1), (0, CHUNK - first - BLOCK)))
-    return torch.cat(blocks, -3).unbind(-2)
+    keys, seen = torch.cat(blocks, -3).unbind(-2)
+    return rates * keys, seen
 
 
 @cache
