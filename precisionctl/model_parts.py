@@ -124,17 +124,19 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step."""
+    projected in one step. With an `output_gate` (Ling 3) what a head gives is multiplied by the sigmoid of a number
+    that a projection of its own makes for it."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if (name, size) != ("q_lora_rank", None):
+            if name != "output_gate" and (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
 
 
@@ -191,6 +193,11 @@ class GatedDeltaNet:
     `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
     serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
     `conv_kernel_dim` taps, one for each channel.
+
+    With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
+    each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
+    channels (`--kda-f-lora-rank` and `--kda-gate-lora-rank`), or in one. Logarithms of decays are above
+    `kda_lower_bound` (`--kda-safe-gate`), or have no bound.
     """
 
     layers: tuple[bool, ...]
@@ -199,13 +206,19 @@ class GatedDeltaNet:
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
+    kda: bool = False
+    kda_lora_rank: int | None = None
+    kda_lower_bound: float | None = None
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if name != "layers":
-                check_size(size, name)
-        if self.num_value_heads % self.num_key_heads:
+        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        for name in (*sizes, *(() if self.kda_lora_rank is None else ("kda_lora_rank",))):
+            check_size(getattr(self, name), name)
+        if self.num_value_heads % self.num_key_heads or (self.kda and self.num_value_heads != self.num_key_heads):
             raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
+        bound = self.kda_lower_bound
+        if bound is not None and (type(bound) not in (int, float) or not -1e30 < bound < 0):
+            raise DamagedCheckpoint(f"kda_lower_bound is {shown(bound)}, not a negative number")
         for product in ("key_size", "value_size", "in_proj_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
 
@@ -221,9 +234,12 @@ class GatedDeltaNet:
 
     @property
     def in_proj_parts(self) -> tuple[int, ...]:
-        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha."""
-        heads = self.num_value_heads
-        return (self.key_size, self.key_size, self.value_size, self.value_size, heads, heads)
+        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha. Of Kimi delta attention
+        queries, keys, values and, if these are projected in one step, decays and output gate."""
+        heads, of_conv = self.num_value_heads, (self.key_size, self.key_size, self.value_size)
+        if self.kda:
+            return of_conv if self.kda_lora_rank else (*of_conv, self.key_size, self.value_size)
+        return (*of_conv, self.value_size, heads, heads)
 
     @property
     def in_proj_size(self) -> int:
@@ -239,8 +255,9 @@ class GatedDeltaNet:
         return sum(self.conv_parts)
 
     def used(self) -> dict[str, object]:
-        """The fields, by their names with `gdn.`; empty where no layer is one."""
-        return {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+        """The fields, by their names with `gdn.`; None where one changes nothing. Empty where no layer is one."""
+        used = {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+        return used | ({} if self.kda or not used else dict.fromkeys(("gdn.kda_lora_rank", "gdn.kda_lower_bound")))
 
 
 @dataclass(frozen=True)

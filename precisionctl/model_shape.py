@@ -456,6 +456,11 @@ class ModelShape:
         return int((self.rope_scaling or {}).get("original_max_position_embeddings") or 0)
 
     @property
+    def output_gate_of_heads(self) -> bool:
+        """Whether latent attention has an output gate."""
+        return self.mla is not None and self.mla.output_gate
+
+    @property
     def query_direct(self) -> bool:
         return self.mla is not None and self.mla.q_lora_rank is None
 

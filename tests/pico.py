@@ -96,6 +96,17 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
     "rms_norm_eps": 1e-3,  # a query may read next to nothing, which the norm magnifies, with FP32's rounding of it
 }
+_KDA = {
+    **_LATENTS,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_rope_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+}
 _INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
 
 _GRANITE = {
@@ -654,6 +665,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        **_KDA,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+            "num_heads": 16,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "ling-3": {
+        "model_type": "bailing_hybrid",
+        **_KDA,
+        "head_dim": 32,
+        "layer_group_size": 2,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "deepseek-v4": _DEEPSEEK_V4,
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
@@ -712,6 +742,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
+    made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
@@ -803,18 +834,26 @@ def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB
     """Make a model and let transformers save it."""
     model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
-    if family == "deepseek-v4":
-        _with_published_names(directory)
+    if family in _PUBLISHED:
+        _with_published_names(directory, _PUBLISHED[family])
     return model
 
 
-def _with_published_names(directory: Path) -> None:
-    """DeepSeek-V4's, which we write. What transformers 5.23 saves under are others, which it reads as well as these."""
+def _published_deepseek_v4(name: str) -> str:
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
 
-    def published(name: str) -> str:
-        name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
-        return name.replace(".attn.norm.", ".attn.kv_norm.")
 
+_PUBLISHED: dict[str, Callable[[str], str]] = {
+    "deepseek-v4": _published_deepseek_v4,
+    "kimi-linear": lambda name: re.sub(r"block_sparse_moe(\.(gate|up|down)_proj)", r"mlp\1", name),
+    # of its layers those with even numbers have delta attention
+    "ling-3": lambda name: re.sub(r"(layers\.[02]\.attention)\.dense", r"\1.o_proj", name),
+}
+
+
+def _with_published_names(directory: Path, published: Callable[[str], str]) -> None:
+    """Those that we write. What transformers 5.23 saves under are others, which it reads as well as these."""
     for path in directory.glob("*.safetensors"):
         save_file({published(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     for path in directory.glob("*.index.json"):

@@ -43,7 +43,12 @@ def sizes(family: str) -> dict[str, Any]:
     """Whole blocks."""
     said, model = pico.FAMILIES[family], pico.shape(family)
     if model.mla:
-        return {**_WHOLE, **_LATENT} | ({} if model.query_latent else {"q_lora_rank": None})
+        mixer = (
+            {"linear_attn_config": said["linear_attn_config"] | {"head_dim": 128}}
+            if "linear_attn_config" in said
+            else {}
+        )
+        return {**_WHOLE, **_LATENT, **mixer} | ({} if model.query_latent else {"q_lora_rank": None})
     if "n_embd" in said:
         return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}
     if said.get("rope_parameters") is pico.LONG_ROPE:  # its factors are for heads of 16 channels

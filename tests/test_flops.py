@@ -64,10 +64,11 @@ def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
     heads, size = model.gdn.num_value_heads, model.gdn.key_head_dim
     query, key, value, decay, beta = (
         torch.rand(len(lengths), LENGTH, heads, each, requires_grad=True)
-        for each in (size, size, model.gdn.value_head_dim, 1, 1)
+        for each in (size, size, model.gdn.value_head_dim, size, 1)
     )
     with FlopCounterMode(display=False) as counter:
-        gated_delta_rule(query, key, value, -decay[..., 0], beta[..., 0]).sum().backward()
+        of_rule = decay if model.gdn.kda else decay[..., 0]
+        gated_delta_rule(query, key, value, -of_rule, beta[..., 0]).sum().backward()
     formula = 6 * tokens * 4 * model.gdn.value_size * size
     return counter.get_total_flops() - formula + _of_all(model.gdn, tokens)
 

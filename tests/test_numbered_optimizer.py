@@ -32,7 +32,8 @@ def test_the_order_of_parameters_is_that_of_the_class_or_not_known(family: str) 
     try:
         orders = [parameter_order(sorted(names), Path("somewhere"), behind) for behind in ORDERS]
     except CheckpointError:
-        assert family.startswith(("gpt-j", "gpt-neox", "llama4", "deepseek-v4", "falcon"))
+        known = ("gpt-j", "gpt-neox", "llama4", "deepseek-v4", "falcon", "kimi-linear", "ling-3")
+        assert family.startswith(known)
     else:
         assert names in orders
 

@@ -62,7 +62,10 @@ def models(draw: st.DrawFn) -> ModelShape:
             shared_ffn_hidden_size=draw(sizes),
             latent_size=draw(sizes),
         ),
-        gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
+        gdn=GatedDeltaNet(
+            *((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
+            kda_lora_rank=draw(sizes),
+        ),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
         mhc=HyperConnections(draw(sizes), 1),

@@ -134,7 +134,11 @@ READ: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "attention_output_gate": (True, False),
-    "experimental_attention_variant": ("gated_delta_net", None),
+    "experimental_attention_variant": ("gated_delta_net", "kda", None),
+    **dict.fromkeys(("kda_f_lora_rank", "kda_gate_lora_rank"), (8, None)),
+    "kda_safe_gate": (True, False),
+    "kda_lower_bound": (-3.0,),
+    "gated_attention_proj_granularity": ("headwise", "elementwise", None),
     "linear_attention_freq": (3, [1, 0, 1, 0]),
     **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"), (2,)),
     **dict.fromkeys(("linear_num_value_heads", "linear_conv_kernel_dim"), (8,)),
@@ -230,6 +234,7 @@ EXPERTS = dataclasses.replace(
 PLAIN_ROUTER = dataclasses.replace(DENSE, moe=MoE(8, 4, 12, (False, True)))
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
+KDA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, True, 5, -5.0))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
@@ -387,8 +392,11 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (MIXERS, {"rope_layers": (True, False)}),
     (MIXERS, {"norm_epsilon": 0.1}),
     (DELTA, {"gdn.num_key_heads": 4}),
+    (dataclasses.replace(DELTA, gdn=dataclasses.replace(DELTA.gdn, num_key_heads=4)), {"gdn.kda": True}),
+    *((KDA, {"gdn.kda_lora_rank": rank}) for rank in (8, None)),
+    *((KDA, {"gdn.kda_lower_bound": bound}) for bound in (-1.0, None)),
     (DELTA, {"gdn.layers": (False, True)}),
-    *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
+    *((LATENT, {f"mla.{field.name}": True if field.name == "output_gate" else 8}) for field in dataclasses.fields(MLA)),
     (LATENT, {"dsa": INDEXED.dsa}),
     (NO_WINDOW, {"msa": BLOCKS.msa}),
     *(
@@ -466,6 +474,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (with_fields(EXPERTS, {"moe.expert_bias": False}), {"moe.expert_bias_on_logits": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
+    *((DELTA, {f"gdn.{name}": value}) for name, value in {"kda_lora_rank": 5, "kda_lower_bound": -5.0}.items()),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),

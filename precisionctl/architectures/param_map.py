@@ -133,8 +133,8 @@ class Row:
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Row:
         """The row with parts of its names replaced, in Hugging Face and in Megatron."""
-        names = tuple(_replaced(name, hf) for name in self.hf)
-        return replace(self, names=names, megatron=_replaced(self.megatron, megatron or {}))
+        names, values = (tuple(_replaced(name, hf) for name in each) for each in (self.hf, self.values))
+        return replace(self, names=names, values=values, megatron=_replaced(self.megatron, megatron or {}))
 
     @property
     def unused(self) -> bool:

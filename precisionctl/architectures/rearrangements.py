@@ -176,6 +176,20 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
+class DeltaNetParts(_RowPermutation):
+    """Parts of a gated delta net's input projection or convolution, each of them a tensor in Hugging Face (Kimi
+    Linear). `sizes` is the field of GatedDeltaNet that has their numbers of rows."""
+
+    sizes: str
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(_cut(whole, getattr(model.gdn, self.sizes)))
+
+
+@dataclass(frozen=True)
 class Joined:
     """Hugging Face keeps the parts of another move in one tensor, one after the other."""
 
@@ -270,14 +284,17 @@ class LatentPairs(_RowPermutation):
         return _flat(_joined([plain, pairs], 1))
 
 
+@dataclass(frozen=True)
 class Squeezed(_Computation):
-    """Hugging Face keeps a vector as a matrix of one row."""
+    """Hugging Face keeps a vector as a tensor of more dimensions, all but one of size 1: a matrix of one row."""
+
+    shape: tuple[int, ...] = (1, -1)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0].squeeze(0)
+        return parts[0].flatten()
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (whole[None],)
+        return (whole.reshape(self.shape),)
 
 
 class Scalar(_Computation):
@@ -335,5 +352,7 @@ BY_KIND = DeltaNetByKind()
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
 SQUEEZED = Squeezed()
+KDA_IN_PROJ = DeltaNetParts("in_proj_parts")
+KDA_CONV = DeltaNetParts("conv_parts")
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

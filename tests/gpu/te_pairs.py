@@ -165,6 +165,20 @@ SHAPES = {
         gdn=GatedDeltaNet((True, False), 4, 8, 32, 32, 4),
         moe=MoE(4, 2, 128, (True, True), shared_ffn_hidden_size=128, shared_expert_gate=True),
     ),
+    "like Kimi Linear": replace(
+        SHAPE,
+        num_query_groups=8,
+        rope_layers=(False, False),
+        mla=MLA(None, 64, 32, 16, 32),
+        gdn=GatedDeltaNet((True, False), 16, 16, 32, 32, 4, kda=True, kda_lora_rank=32),
+        moe=MoE(8, 2, 128, (False, True), shared_ffn_hidden_size=128, score_function="sigmoid", expert_bias=True),
+    ),
+    "like Ling 3": replace(
+        SHAPE,
+        num_query_groups=8,
+        mla=MLA(None, 64, 32, 16, 32, output_gate=True),
+        gdn=GatedDeltaNet((True, False), 16, 16, 32, 32, 4, kda=True, kda_lower_bound=-5.0),
+    ),
     "like Nemotron-H": replace(
         SHAPE,
         activation="squared_relu",

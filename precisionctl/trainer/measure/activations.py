@@ -16,6 +16,7 @@ from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.attention import SINK_CHANNELS
+from precisionctl.trainer.model.delta_rule import BLOCK
 from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrence import CHUNK
 
@@ -105,7 +106,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     if model.mamba and model.has_mixer(layer):
         made += read + _mixer(model.mamba, kept) / kept.tensor
     elif model.gdn and model.has_delta_net(layer):
-        made += read + _delta_net(model.gdn, kept) / kept.tensor
+        net = _kimi_delta_attention if model.gdn.kda else _delta_net
+        made += read + net(model.gdn, kept) / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
@@ -133,6 +135,8 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
+        if model.mla.output_gate:  # in FP32, and its other factor
+            made += 4 * heads + 2 * out
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
@@ -171,6 +175,19 @@ def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     # All FP32: products of the tokens of a chunk with each other, keys, queries and what they read, values and steps,
     # and the state of each chunk
     rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
+    return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
+    """The same of Kimi delta attention."""
+    heads, keys = gdn.num_value_heads, gdn.key_size
+    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads + 2 * kept.input * (gdn.kda_lora_rank or 0)
+    # All FP32: products of the tokens of a chunk with each other; for each channel of a key what decays between tokens
+    # of a block, and keys that have decayed so, twice earlier keys, and what is made of keys and queries; values and
+    # steps, and the state of each chunk
+    of_channel = 2 * BLOCK + CHUNK // BLOCK + 17
+    rule = 3 * 4 * CHUNK * heads + 4 * of_channel * keys + 3 * 4 * gdn.value_size
+    rule += 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
 
 

@@ -13,7 +13,7 @@ machine.
 
 from collections.abc import Iterable, Mapping
 
-from precisionctl.model_parts import CSA, MoE
+from precisionctl.model_parts import CSA, GatedDeltaNet, MoE
 from precisionctl.model_shape import ModelShape
 
 FORWARD_AND_BACKWARD = 3
@@ -86,7 +86,7 @@ def projections(model: ModelShape, layer: int) -> int:
     if model.mamba and model.has_mixer(layer):
         return hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
     if model.gdn and model.has_delta_net(layer):
-        return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+        return hidden * (model.gdn.in_proj_size + model.gdn.value_size) + beside_in_proj(model.gdn, hidden)
     if not model.has_attention(layer):
         return 0
     if model.csa:
@@ -101,7 +101,17 @@ def projections(model: ModelShape, layer: int) -> int:
         return hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
-    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out
+    gate = hidden * model.num_attention_heads if mla.output_gate else 0
+    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + gate + out
+
+
+def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:
+    """The number of weights in the linears of Kimi delta attention that make learning rates, and decays and gates if it
+    makes these in two steps."""
+    if not gdn.kda:
+        return 0
+    rank = gdn.kda_lora_rank or 0
+    return hidden * gdn.num_value_heads + rank * (2 * hidden + gdn.key_size + gdn.value_size)
 
 
 def compression(model: ModelShape, layer: int) -> int:

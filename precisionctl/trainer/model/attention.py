@@ -298,6 +298,9 @@ class MLASelfAttention(nn.Module):
         self.core_attention = CoreAttention(model, backend, scale)
         if indexer:
             self.core_attention.indexer = Indexer(model, indexer, mla.q_lora_rank or hidden, backend)
+        self.linear_gate: nn.Linear | None = None
+        if mla.output_gate:
+            self.linear_gate = plain_linear(hidden, model.num_attention_heads // backend.world.tensor.size, backend)
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -325,5 +328,10 @@ class MLASelfAttention(nn.Module):
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = scaled(torch.cat([plain, rotate(turned, positions, interleaved=True)], -1), positions)
-        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        attended = self.core_attention(query, key, value, positions)
+        if self.linear_gate is not None:
+            opened = product(F.linear, ranks.copy(hidden), self.linear_gate.weight).float().sigmoid()
+            by_head = attended.view(*opened.shape, -1)
+            attended = (by_head * opened[..., None]).to(attended.dtype).view_as(attended)
+        out: Tensor = self.linear_proj(attended)
         return out
