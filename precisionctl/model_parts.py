@@ -187,7 +187,9 @@ class GatedDeltaNet:
 
     `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
     serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
-    `conv_kernel_dim` taps, one for each channel.
+    `conv_kernel_dim` taps, one for each channel. With `allow_neg_eigval` learning rates are up to 2, and not to 1.
+    `norm_epsilon` is that of the norm of what heads give (None: as all norms of the model). Such a layer has norms
+    before attention and MLP alone, whatever the others have.
     """
 
     layers: tuple[bool, ...]
@@ -196,11 +198,14 @@ class GatedDeltaNet:
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
+    allow_neg_eigval: bool = False
+    norm_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if name != "layers":
-                check_size(size, name)
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+            check_size(getattr(self, name), name)
+        if self.norm_epsilon is not None:
+            real(self.norm_epsilon, "norm_epsilon of a gated delta net")
         if self.num_value_heads % self.num_key_heads:
             raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
         for product in ("key_size", "value_size", "in_proj_size"):

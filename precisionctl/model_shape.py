@@ -251,6 +251,12 @@ class ModelShape:
         kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
         return tuple(map(self.attention_of, kinds))
 
+    def normed_as(self, layer: int) -> "ModelShape":
+        """The model whose norms are everywhere where this layer has them."""
+        if not self.has_delta_net(layer):
+            return self
+        return replace(self, pre_layernorms=True, post_layernorms=False)
+
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their

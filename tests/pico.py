@@ -96,6 +96,8 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
     "rms_norm_eps": 1e-3,  # a query may read next to nothing, which the norm magnifies, with FP32's rounding of it
 }
+_OLMO_HYBRID = {**DELTA_NET, "model_type": "olmo_hybrid", "head_dim": 16, "linear_num_value_heads": 8}
+"""With as many channels of values as of keys, as transformers 5.23 saves convolutions in thirds."""
 _INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
 
 _GRANITE = {
@@ -485,6 +487,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "olmo-hybrid": {
+        **_OLMO_HYBRID,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
+    "olmo-hybrid-rope": {
+        **_OLMO_HYBRID,
+        "linear_allow_neg_eigval": False,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+    },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
     "solar-open": {"model_type": "solar_open", **_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2},
     "youtu": {"model_type": "youtu", **_LATENTS, "q_lora_rank": 24, "tie_word_embeddings": True},
@@ -755,18 +768,26 @@ def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB
     """Make a model and let transformers save it."""
     model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
-    if family == "deepseek-v4":
-        _with_published_names(directory)
+    if published := PUBLISHED.get(model.config.model_type):
+        _with_published_names(directory, published)
     return model
 
 
-def _with_published_names(directory: Path) -> None:
-    """DeepSeek-V4's, which we write. What transformers 5.23 saves under are others, which it reads as well as these."""
+def _of_deepseek_v4(name: str) -> str:
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
 
-    def published(name: str) -> str:
-        name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
-        return name.replace(".attn.norm.", ".attn.kv_norm.")
 
+def _of_olmo_hybrid(name: str) -> str:
+    name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+    return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
+
+
+PUBLISHED = {"deepseek_v4": _of_deepseek_v4, "olmo_hybrid": _of_olmo_hybrid}
+"""From the names under which transformers 5.23 saves to published ones, which we write, and it reads as well."""
+
+
+def _with_published_names(directory: Path, published: Callable[[str], str]) -> None:
     for path in directory.glob("*.safetensors"):
         save_file({published(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     for path in directory.glob("*.index.json"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -176,6 +177,31 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
+class ByPart(_RowPermutation):
+    """Hugging Face has a tensor for each part of Megatron's; `parts` is the field of ModelShape with their numbers of
+    rows."""
+
+    parts: str
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(_cut(whole, attrgetter(self.parts)(model)))
+
+
+class Thirds(_RowPermutation):
+    """Hugging Face has three tensors, of as many rows as `torch.chunk` gives them, whatever the parts are."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        third = -(-len(whole) // 3)
+        return tuple(_cut(whole, [third, third, len(whole) - 2 * third]))
+
+
+@dataclass(frozen=True)
 class Joined:
     """Hugging Face keeps the parts of another move in one tensor, one after the other."""
 
@@ -308,6 +334,7 @@ GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
+THIRDS = Thirds()
 SQUEEZED = Squeezed()
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

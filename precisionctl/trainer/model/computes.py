@@ -57,7 +57,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
-    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
+    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
 }
 
@@ -77,9 +77,7 @@ BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True}
 """What layers with experts compute of these; dense ones heed them."""
 
 BESIDE_DELTA_NETS: Mapping[str, object] = {
-    **BESIDE_EXPERTS,
     "parallel_residual": False,
-    "post_layernorms": False,
     "add_bias_linear": False,
     "activation": "silu",
     "attention_chunk_size": None,

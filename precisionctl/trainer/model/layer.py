@@ -26,6 +26,7 @@ class Layer(ResidualLayer):
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__(model, number, backend, recompute)
+        model = model.normed_as(number)
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
         separate = model.mla or model.one_layernorm or model.softplus_gate
@@ -52,7 +53,7 @@ class Layer(ResidualLayer):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
         if model.post_layernorms:
-            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
+            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "`normed_as` gives it none"
             add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
             add_post_layernorm(last, backend.norm(size, norm))
