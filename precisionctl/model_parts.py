@@ -246,6 +246,23 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """Layers with a short gated convolution in the place of attention (LFM2). `layers` has an entry for each layer of
+    the decoder: whether it is one. Each channel of the hidden states has a gate, a causal convolution of `kernel_dim`
+    taps of what that lets through, and another gate of what it gives."""
+
+    layers: tuple[bool, ...]
+    kernel_dim: int
+
+    def __post_init__(self) -> None:
+        check_size(self.kernel_dim, "kernel_dim")
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `short_conv.`; empty where no layer is one."""
+        return {f"short_conv.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
     of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's

@@ -487,6 +487,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 144,
+        "block_multiple_of": 32,
+        "tie_word_embeddings": False,
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
     "olmo-hybrid": {
         **_OLMO_HYBRID,
         "num_hidden_layers": 2,
@@ -677,7 +695,11 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
-    return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
+    return (
+        made
+        | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
+        | {("short convolutions", model.short_conv is not None)}
+    )
 
 
 def rows(family: str) -> set[Any]:

@@ -27,7 +27,18 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import (
+    CSA,
+    DSA,
+    MLA,
+    MSA,
+    GatedDeltaNet,
+    GlobalAttention,
+    HyperConnections,
+    Mamba2,
+    MoE,
+    ShortConv,
+)
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
@@ -40,6 +51,7 @@ from precisionctl.trainer.model.computes import (
     BESIDE_MIXERS,
     BESIDE_MLA,
     BESIDE_MSA,
+    BESIDE_SHORT_CONVS,
     COMPUTED,
     named_values,
 )
@@ -231,6 +243,7 @@ EXPERTS = dataclasses.replace(
 PLAIN_ROUTER = dataclasses.replace(DENSE, moe=MoE(8, 4, 12, (False, True)))
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
+CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
@@ -317,6 +330,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
             "gdn": DELTA.gdn,
+            "short_conv": CONVOLUTIONS.short_conv,
             "mamba": MIXERS.mamba,
         }.items()
     ),
@@ -386,6 +400,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     ),
     (MIXERS, {"rope_layers": (True, False)}),
     (MIXERS, {"norm_epsilon": 0.1}),
+    (CONVOLUTIONS, {"short_conv.layers": (False, True)}),
+    (CONVOLUTIONS, {"short_conv.kernel_dim": 4}),
     (DELTA, {"gdn.num_key_heads": 4}),
     (DELTA, {"gdn.allow_neg_eigval": True}),
     (DELTA, {"gdn.norm_epsilon": 0.1}),
@@ -468,6 +484,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (NO_SHARED, {"moe.shared_average": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
+    (NO_WINDOW, {"short_conv": ShortConv((False, False), 3)}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
@@ -556,7 +573,9 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
 
 
 NAMES = {
-    name for model in (EXPERTS, INDEXED, BLOCKS, DELTA, MIXERS, GLOBAL, STREAMS) for name, _ in named_values(model)
+    name
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, MIXERS, GLOBAL, STREAMS)
+    for name, _ in named_values(model)
 }
 
 
@@ -565,7 +584,12 @@ def test_gpt_lists_every_field_of_a_model() -> None:
         f"{group}.{field.name}"
         for group, kind in (
             *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
-            *(("global_attention", GlobalAttention), ("csa", CSA), ("mhc", HyperConnections)),
+            *(
+                ("global_attention", GlobalAttention),
+                ("csa", CSA),
+                ("mhc", HyperConnections),
+                ("short_conv", ShortConv),
+            ),
         )
         for field in dataclasses.fields(kind)
     }
@@ -610,6 +634,16 @@ BESIDE_MSA_OTHERWISE = {
 }
 
 
+BESIDE_SHORT_CONVS_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_SHORT_CONVS.items() if isinstance(value, bool)},
+    "gdn": DELTA.gdn,
+    "mamba": MIXERS.mamba,
+    "softplus_gate": "per-head",
+    "attention_chunk_size": 2,
+    "num_kv_shared_layers": 1,
+}
+
+
 def _other_than(value: object) -> object:
     if isinstance(value, bool):
         return not value
@@ -632,6 +666,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
         *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
+        *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),

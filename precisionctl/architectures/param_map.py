@@ -53,6 +53,7 @@ Layers = Literal[
     "moe",
     "attention",
     "gdn",
+    "conv",
     "mamba",
     "indexed",
     "windowed",
@@ -83,7 +84,8 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
+    mixer, a short convolution (`conv`), or an indexer,
+    those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
     that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses (`hashed`), or scores (`scored`),
     or all; of these, with `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is
     the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values`
@@ -206,8 +208,12 @@ class Row:
             return False
         if model.mamba:
             return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
-        if self.layers in ("attention", "gdn"):
-            return model.has_delta_net(layer) == (self.layers == "gdn")
+        if self.layers == "attention":
+            return model.has_attention(layer)
+        if self.layers == "gdn":
+            return model.has_delta_net(layer)
+        if self.layers == "conv":
+            return model.has_short_conv(layer)
         if self.layers == "indexed":
             return model.has_indexer(layer)
         if self.layers in ("windowed", "global"):

@@ -36,6 +36,7 @@ def pass_bytes(
     activated = max(model.fc1_size, model.kv_shared_fc1_size)
     others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
+    others += [model.short_conv_size] if model.short_conv else []
     others.append(model.streams_size)
     if model.moe:
         activated = max(activated, model.moe.topk * model.expert_fc1_size)
@@ -105,6 +106,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         made += read + _mixer(model.mamba, kept) / kept.tensor
     elif model.gdn and model.has_delta_net(layer):
         made += read + _delta_net(model.gdn, kept) / kept.tensor
+    elif model.has_short_conv(layer):
+        made += read + _short_conv(model, kept) / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
@@ -160,6 +163,12 @@ def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     # and the state of each chunk
     rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _short_conv(model: ModelShape, kept: BytesKept) -> float:
+    """Bytes that a short convolution saves for the backward for each token: the gates and what the first one lets
+    through, what the convolution reads and gives, and what both gates leave of it."""
+    return 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
 
 
 def _mixer(mamba: Mamba2, kept: BytesKept) -> float:

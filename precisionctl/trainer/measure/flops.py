@@ -4,7 +4,8 @@ The convention is that of Megatron-LM's `num_floating_point_operations` (megatro
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
 that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
 itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
-size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
+size for each token; of a short convolution itself;
+of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
 window, the compressed keys that a query may choose, and the indexer; of MiniMax-M3's all pairs, whichever blocks its
 indexer chooses, and not the indexer. Routers, what joins residual streams, norms, rotary embedding and softmax do not
 count, nor what `train.recompute` and the guard's passes compute additionally: these are FLOPs of the model, not of the
@@ -30,6 +31,8 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
             products += sum(each) * delta_rule(model)
+        elif model.short_conv and model.has_short_conv(layer):
+            products += sum(each) * model.short_conv.kernel_dim * model.hidden_size
         elif model.csa:
             products += sum(_compressed_attention(model, model.csa, layer, length) for length in each)
         elif model.mamba and model.has_mixer(layer):
@@ -87,6 +90,8 @@ def projections(model: ModelShape, layer: int) -> int:
         return hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+    if model.has_short_conv(layer):
+        return hidden * (model.short_conv_size + hidden)
     if not model.has_attention(layer):
         return 0
     if model.csa:

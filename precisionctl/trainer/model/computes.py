@@ -58,6 +58,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
+    **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
 }
 
@@ -83,6 +84,14 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
     "attention_chunk_size": None,
 }
 """What layers with a gated delta net compute of these; those with attention heed them."""
+
+BESIDE_SHORT_CONVS: Mapping[str, object] = {
+    **dict.fromkeys(("gdn", "mamba", "csa", "softplus_gate", "attention_chunk_size"), None),
+    **dict.fromkeys(("parallel_residual", "post_layernorms", "add_bias_linear"), False),
+    "pre_layernorms": True,
+    "num_kv_shared_layers": 0,
+}
+"""What a model with short convolutions computes of these."""
 
 BESIDE_MIXERS: Mapping[str, object] = {
     **BESIDE_EXPERTS,
@@ -135,6 +144,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         **(BESIDE_MLA if model.mla else {}),
         **(BESIDE_EXPERTS if model.moe else {}),
         **(BESIDE_DELTA_NETS if model.gdn else {}),
+        **(BESIDE_SHORT_CONVS if model.short_conv else {}),
         **(BESIDE_MIXERS if model.mamba else {}),
         **(BESIDE_CSA if model.csa else {}),
         **(BESIDE_MSA if model.msa else {}),
@@ -170,6 +180,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "mamba", "global_attention"):
+    for group in ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "short_conv", "mamba", "global_attention"):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())
