@@ -265,15 +265,18 @@ class ShortConv:
 @dataclass(frozen=True)
 class Mamba2:
     """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
-    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
-    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
-    which a state of `state_dim` channels is written (B) and read (C)."""
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all
+    are P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` what a mixer's state space
+    gives is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
+    `head_dim` channels, which in `num_groups` groups share the vectors by which a state of `state_dim` channels is
+    written (B) and read (C)."""
 
     pattern: str
     num_heads: int
     head_dim: int
     num_groups: int
     state_dim: int
+    gated_norm: bool = True
 
     conv_kernel_dim: ClassVar[int] = 4
     """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
@@ -281,14 +284,19 @@ class Mamba2:
     """The blocks of a layer of multi-token prediction, by the same letters: Nemotron 3's."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
-            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
-        for name, size in vars(self).items():
-            if name != "pattern":
-                check_size(size, f"mamba_{name}")
+        if not isinstance(self.pattern, str) or not ({*self.pattern} <= {*"M*-E"} or {*self.pattern} == {"P"}):
+            do = "Known are M, *, - and E, or P alone."
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do=do)
+        for name in ("num_heads", "head_dim", "num_groups", "state_dim"):
+            check_size(getattr(self, name), f"mamba_{name}")
         if self.num_heads % self.num_groups:
             raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
         check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether layers are a mixer beside attention, and an MLP."""
+        return self.pattern.startswith("P")
 
     @property
     def inner_size(self) -> int:
@@ -313,6 +321,29 @@ class Mamba2:
     @property
     def conv_size(self) -> int:
         return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Fixed factors within layers that are a mixer beside attention, and an MLP (Falcon-H1): of what attention and a
+    mixer read and give (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), of keys, of the five parts of a mixer's
+    in_proj (`ssm`), and of an MLP's gate before its activation, and of what the MLP gives (`mlp`)."""
+
+    attention_in: float
+    attention_out: float
+    key: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]
+    mlp: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            several = {"ssm": 5, "mlp": 2}.get(name)
+            if several and (not isinstance(value, tuple) or len(value) != several):
+                raise DamagedCheckpoint(f"{name} multipliers are {shown(value)}, not {several} numbers")
+            for each in value if several else (value,):
+                real(each, f"{name} multiplier")
 
 
 @dataclass(frozen=True)

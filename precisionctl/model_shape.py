@@ -18,6 +18,7 @@ from precisionctl.model_parts import (
     HyperConnections,
     Mamba2,
     MoE,
+    Multipliers,
     ShortConv,
     Wrapper,
     check_count,
@@ -173,6 +174,7 @@ class ModelShape:
     gdn: GatedDeltaNet | None = None
     short_conv: ShortConv | None = None
     mamba: Mamba2 | None = None
+    multipliers: Multipliers | None = None
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
     mtp_dense: bool = False
@@ -426,8 +428,18 @@ class ModelShape:
 
     @property
     def fused_input_layernorm(self) -> bool:
-        """Whether the norm before grouped attention is part of linear_qkv: not where a gate reads it, too."""
-        return self.fused_layernorms and self.softplus_gate is None
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate or mixer reads it too."""
+        return self.fused_layernorms and self.softplus_gate is None and not self.parallel_mixers
+
+    @property
+    def parallel_mixers(self) -> bool:
+        """Whether each layer has a Mamba-2 mixer beside attention."""
+        return self.mamba is not None and self.mamba.parallel
+
+    @property
+    def gated_norm(self) -> bool:
+        """Whether Mamba-2 mixers have a norm of what their state space gives."""
+        return self.mamba is not None and self.mamba.gated_norm
 
     @property
     def layer_norms(self) -> bool:
@@ -527,16 +539,16 @@ class ModelShape:
         return self.short_conv is not None and self.short_conv.layers[layer]
 
     def has_mixer(self, layer: int) -> bool:
-        return self.mamba is not None and self.mamba.pattern[layer] == "M"
+        return self.mamba is not None and self.mamba.pattern[layer] in "MP"
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has softmax attention."""
         if self.mamba:
-            return self.mamba.pattern[layer] == "*"
+            return self.mamba.pattern[layer] in "*P"
         return not self.has_delta_net(layer) and not self.has_short_conv(layer)
 
     def has_dense_mlp(self, layer: int) -> bool:
-        return self.mamba.pattern[layer] == "-" if self.mamba else not self.has_experts(layer)
+        return self.mamba.pattern[layer] in "-P" if self.mamba else not self.has_experts(layer)
 
     def described(self) -> dict[str, Any]:
         """Every field, as JSON can have it."""

@@ -52,7 +52,7 @@ def used(model: ModelShape) -> dict[str, object]:
     found |= {"short_conv": USED if short_conv else None, **short_conv}
     if not any(map(model.has_dense_mlp, range(model.num_layers))):
         found["ffn_hidden_size"] = None
-    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba"):
+    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba", "multipliers"):
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:

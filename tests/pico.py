@@ -107,6 +107,13 @@ _GRANITE = {
     "logits_scaling": 0.5,
 }
 
+_FALCON_H1 = {
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 32,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 8,
+}
 _GRANITE_MIXERS = {"mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 8}
 
 _DEEPSEEK_V4 = {
@@ -505,6 +512,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
     },
+    "falcon-h1": {
+        **_FALCON_H1,
+        "embedding_multiplier": 4.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 1.5,
+        "attention_out_multiplier": 0.75,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.25],
+        "mlp_multipliers": [1.5, 0.5],
+    },
+    "falcon-h1-norm": {
+        **_FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
     "olmo-hybrid": {
         **_OLMO_HYBRID,
         "num_hidden_layers": 2,
@@ -695,11 +719,8 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
-    return (
-        made
-        | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
-        | {("short convolutions", model.short_conv is not None)}
-    )
+    made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}
+    return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
 def rows(family: str) -> set[Any]:

@@ -37,6 +37,7 @@ from precisionctl.model_parts import (
     HyperConnections,
     Mamba2,
     MoE,
+    Multipliers,
     ShortConv,
 )
 from precisionctl.model_shape import ModelShape
@@ -247,6 +248,11 @@ CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False)
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
+BESIDE = dataclasses.replace(
+    NO_WINDOW,
+    mamba=Mamba2("PP", 4, 4, 2, 8),
+    multipliers=Multipliers(1.5, 0.5, 0.75, 1.25, 0.5, (0.5, 0.75, 1.25, 1.5, 2.0), (1.5, 0.5)),
+)
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 BLOCKS = dataclasses.replace(NO_WINDOW, msa=MSA(2, 8, 3, 2, 1, (False, True)))
@@ -397,6 +403,17 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     *(
         (MIXERS, {f"mamba.{name}": value})
         for name, value in {"pattern": "*M", "num_heads": 8, "head_dim": 8, "num_groups": 4, "state_dim": 4}.items()
+    ),
+    (MIXERS, {"mamba.gated_norm": False}),
+    (BESIDE, {"mamba.gated_norm": False}),
+    (BESIDE, {"multipliers": None}),
+    *(
+        (BESIDE, {f"multipliers.{name}": value})
+        for name, value in {
+            **dict.fromkeys(("attention_in", "attention_out", "key", "ssm_in", "ssm_out"), 3.0),
+            "ssm": (0.5, 0.75, 1.25, 1.5, 3.0),
+            "mlp": (3.0, 0.5),
+        }.items()
     ),
     (MIXERS, {"rope_layers": (True, False)}),
     (MIXERS, {"norm_epsilon": 0.1}),
@@ -574,7 +591,7 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
 
 NAMES = {
     name
-    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, MIXERS, GLOBAL, STREAMS)
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, GLOBAL, STREAMS)
     for name, _ in named_values(model)
 }
 
@@ -589,6 +606,7 @@ def test_gpt_lists_every_field_of_a_model() -> None:
                 ("csa", CSA),
                 ("mhc", HyperConnections),
                 ("short_conv", ShortConv),
+                ("multipliers", Multipliers),
             ),
         )
         for field in dataclasses.fields(kind)
@@ -698,6 +716,17 @@ def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> N
 def test_what_gates_and_values_of_another_size_are_not_computed_beside_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UnknownArchitecture, match=f"is not computed here with .*{next(iter(change))}="):
         GPT(with_fields(DENSE, change), BF16)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [dataclasses.replace(BESIDE, gated_linear_unit=False), with_fields(MIXERS, {"multipliers": BESIDE.multipliers})],
+)
+def test_multipliers_of_other_layers_than_a_mixer_beside_attention_and_a_gated_mlp_are_refused(
+    model: ModelShape,
+) -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here with multipliers="):
+        GPT(model, BF16)
 
 
 @pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])

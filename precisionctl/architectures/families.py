@@ -32,6 +32,7 @@ from precisionctl.model_parts import (
     HyperConnections,
     Mamba2,
     MoE,
+    Multipliers,
     ShortConv,
 )
 from precisionctl.model_shape import ModelShape
@@ -151,6 +152,7 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
         ("csa", CSA),
         ("mhc", HyperConnections),
         ("short_conv", ShortConv),
+        ("multipliers", Multipliers),
     ):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}

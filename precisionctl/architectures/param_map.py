@@ -68,8 +68,8 @@ Layers = Literal[
 COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
 """The letter, in a pattern of attention with compressed keys (CSA), of the layers that have such a row."""
 
-_BLOCKS = {"mamba": "M", "attention": "*", "dense": "-", "moe": "E"}
-"""Where each layer is one block: the rows of which layers each letter of a pattern has."""
+_BLOCKS = {"mamba": "MP", "attention": "*P", "dense": "-P", "moe": "E"}
+"""Where a pattern says what layers are made of: the letters of those that have such rows."""
 
 
 def when(switch: str) -> Condition:
@@ -207,7 +207,7 @@ class Row:
         if self.shares_kv not in (None, model.shares_kv(layer)):
             return False
         if model.mamba:
-            return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
+            return self.layers == "all" or model.mamba.pattern[layer] in _BLOCKS.get(self.layers, "")
         if self.layers == "attention":
             return model.has_attention(layer)
         if self.layers == "gdn":

@@ -228,7 +228,7 @@ class LegacyReader(MegatronDirectory):
             return ROWS if length == heads and not one_head else REPLICATED
         if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")):
             with damage("arguments that describe no gated delta net, and no mixer", self.path):
-                cut = read_mamba(self.args) if ".mixer." in name else read_delta_net(self.args)
+                cut = read_mamba(self.args) if "mixer." in name else read_delta_net(self.args)
             if cut is None:  # a short convolution, of which no argument says anything
                 return THIRDS if "in_proj" in name else ROWS
             return replace(ROWS, parts=cut.in_proj_parts if "in_proj" in name else cut.conv_parts)

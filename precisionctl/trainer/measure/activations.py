@@ -91,7 +91,11 @@ class BytesKept:
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     model = model.normed_as(layer)
-    norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    norms = (
+        1
+        if model.mamba and not model.parallel_mixers
+        else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    )
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
@@ -104,7 +108,7 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
         made += read + _mixer(model.mamba, kept) / kept.tensor
-    elif model.gdn and model.has_delta_net(layer):
+    if model.gdn and model.has_delta_net(layer):
         made += read + _delta_net(model.gdn, kept) / kept.tensor
     elif model.has_short_conv(layer):
         made += read + _short_conv(model, kept) / kept.tensor

@@ -35,9 +35,9 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
             products += sum(each) * model.short_conv.kernel_dim * model.hidden_size
         elif model.csa:
             products += sum(_compressed_attention(model, model.csa, layer, length) for length in each)
-        elif model.mamba and model.has_mixer(layer):
+        if model.mamba and model.has_mixer(layer):
             scans += sum(each) * SCAN * model.mamba.inner_size * model.mamba.state_dim
-        elif model.has_attention(layer):
+        if model.has_attention(layer) and not model.csa:
             attention = model.attention_of(model.in_window(layer))
             # Multiply-adds for each pair of a query and an earlier token: queries with keys, scores with values
             per_pair = attention.query_size + attention.projection_size
@@ -85,15 +85,15 @@ def delta_rule(model: ModelShape) -> int:
 
 def projections(model: ModelShape, layer: int) -> int:
     """The number of weights in the linears of a layer's attention, or of what it has in its place."""
-    hidden, mla = model.hidden_size, model.mla
+    hidden, mla, mixer = model.hidden_size, model.mla, 0
     if model.mamba and model.has_mixer(layer):
-        return hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
+        mixer = hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
     if model.gdn and model.has_delta_net(layer):
         return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
     if model.has_short_conv(layer):
         return hidden * (model.short_conv_size + hidden)
     if not model.has_attention(layer):
-        return 0
+        return mixer
     if model.csa:
         queries = model.csa.q_lora_rank * (hidden + model.query_size)
         given = model.csa.o_lora_rank * model.projection_size + model.csa.grouped_size * hidden
@@ -103,7 +103,7 @@ def projections(model: ModelShape, layer: int) -> int:
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
-        return hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
+        return mixer + hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
     return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out

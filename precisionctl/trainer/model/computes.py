@@ -60,6 +60,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
     **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
+    **dict.fromkeys(("mamba.gated_norm", "multipliers", "multipliers.attention_in", "multipliers.attention_out"), ANY),
+    **dict.fromkeys(("multipliers.key", "multipliers.ssm_in", "multipliers.ssm_out", "multipliers.ssm"), ANY),
+    "multipliers.mlp": ANY,
 }
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
@@ -172,6 +175,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
+        "multipliers": bool(model.multipliers) != model.parallel_mixers
+        or (model.multipliers and not model.gated_linear_unit),
         "activation": model.xielu and (model.moe or model.gated_linear_unit),
     }
     yield from ((name, values[name]) for name, holds in refused.items() if holds)
@@ -180,6 +185,18 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "short_conv", "mamba", "global_attention"):
+    for group in (
+        "moe",
+        "mla",
+        "dsa",
+        "msa",
+        "csa",
+        "mhc",
+        "gdn",
+        "short_conv",
+        "mamba",
+        "multipliers",
+        "global_attention",
+    ):
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())
