@@ -146,13 +146,13 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
     kinds = (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2))
+    others = (("short_conv", ShortConv), ("multipliers", Multipliers))
     for group, kind in (
         *kinds,
+        *others,
         ("global_attention", GlobalAttention),
         ("csa", CSA),
         ("mhc", HyperConnections),
-        ("short_conv", ShortConv),
-        ("multipliers", Multipliers),
     ):
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}

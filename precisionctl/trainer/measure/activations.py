@@ -91,11 +91,9 @@ class BytesKept:
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     model = model.normed_as(layer)
-    norms = (
-        1
-        if model.mamba and not model.parallel_mixers
-        else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
-    )
+    norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    if model.mamba and not model.parallel_mixers:
+        norms = 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)

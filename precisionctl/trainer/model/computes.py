@@ -185,18 +185,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in (
-        "moe",
-        "mla",
-        "dsa",
-        "msa",
-        "csa",
-        "mhc",
-        "gdn",
-        "short_conv",
-        "mamba",
-        "multipliers",
-        "global_attention",
-    ):
+    groups = ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "short_conv", "mamba", "multipliers", "global_attention")
+    for group in groups:
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())
