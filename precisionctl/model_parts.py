@@ -42,16 +42,16 @@ class MoE:
     all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` or `sqrtsoftplus` (the root of the softplus),
     which are divided by the sum over the chosen ones unless `pre_softmax`; then times `topk_scaling_factor`. With
     groups, only experts of the `group_topk` best of `num_groups` are chosen from; a group is worth the sum of its
-    `group_scores` best experts. `expert_bias` is added for the choice alone, to scores over all experts; `router_bias`
-    to the logits. In the first `n_hash_layers` a table says which experts each token of the vocabulary has, and there
-    is no `expert_bias`. With `shared_expert_gate`, what the shared experts give is multiplied by the sigmoid of one
-    more projection of the token. With `shared_average` what they and the routed ones give is averaged, and not added.
-    With `probs_on_input` what an expert reads is multiplied by its score, which is then divided by no sum, and what it
-    gives is added as it is. With a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the
-    other, and the weight of each is its part of a softmax over the logits left that are not further below the largest
-    than by twice this share of the larger of it and their own size. Experts of a `latent_size` (Nemotron 3) read a
-    projection of the hidden states to so many channels, and what they give together is projected back; router and
-    shared experts read the hidden states.
+    `group_scores` best experts. `expert_bias` is added for the choice alone, to scores over all experts, or, with
+    `expert_bias_on_logits`, to their logits; `router_bias` to the logits from which all else is made. In the first
+    `n_hash_layers` a table says which experts each token of the vocabulary has, and there is no `expert_bias`. With
+    `shared_expert_gate`, what the shared experts give is multiplied by the sigmoid of one more projection of the token.
+    With `shared_average` what they and the routed ones give is averaged, and not added. With `probs_on_input` what an
+    expert reads is multiplied by its score, which is then divided by no sum, and what it gives is added as it is. With
+    a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the other, and the weight of each
+    is its part of a softmax over the logits left that are not further below the largest than by twice this share of the
+    larger of it and their own size. Experts of a `latent_size` (Nemotron 3) read a projection of the hidden states to
+    so many channels, and what they give together is projected back; router and shared experts read the hidden states.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
@@ -79,6 +79,7 @@ class MoE:
     own_norms: bool = False
     latent_size: int | None = None
     n_hash_layers: int = 0
+    expert_bias_on_logits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -112,6 +113,8 @@ class MoE:
             used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
         if self.score_function != "softmax" and self.probs_on_input:
             used["moe.pre_softmax"] = None
+        if not self.expert_bias:
+            del used["moe.expert_bias_on_logits"]  # and not None, so that a model with the bias does not differ in it
         if self.shared_ffn_hidden_size is None:
             used |= dict.fromkeys(("moe.shared_expert_gate", "moe.shared_average"))
         return used if any(self.layer_freq) else {}

@@ -27,9 +27,9 @@ from transformers import (
 
 from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import PlannedCommand
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.untabled_model import UntabledModel
 from precisionctl.verify.compare import compare

@@ -74,6 +74,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "olmo that clamps nothing": ("olmo", {"clip_qkv": None, "attention_bias": True}),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
+    "minicpm3 with its scaling": (  # the published factors are other numbers
+        "minicpm3",
+        {
+            "qk_rope_head_dim": 16,
+            "rope_parameters": pico.LONG_ROPE
+            | {"original_max_position_embeddings": 8, "factor": 16.0},  # 5.17 looks for it
+        },
+    ),
+    "falcon with a key for each head": ("falcon", {"multi_query": False}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are

@@ -25,7 +25,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
-from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.quant_methods.base import BLOCKS, Scheme, quant_methods
 
 
 @dataclass
@@ -120,7 +120,7 @@ def export(
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, respelled=True)
-    refusal = partial(engines()["vllm"].refusal, scheme=scheme, served=served(values, 1))
+    refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=served(values, 1))
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(

@@ -661,6 +661,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.4,
     },
     "olmo": {"model_type": "olmo", "clip_qkv": 0.4},
+    "flex-olmo": {"model_type": "flex_olmo", "num_experts": 8, "num_experts_per_tok": 3},
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **_LATENTS,
+        "q_lora_rank": 24,
+        "v_head_dim": None,
+        "scale_emb": 12.3,  # no BF16 number, as the published 12 is
+        "dim_model_base": 128,  # logits twice as large: not tiny
+        "rms_norm_eps": 1e-6,
+    },
+    "minicpm3-plain": {
+        "model_type": "minicpm3",
+        **_LATENTS,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-6,
+        "scale_emb": 1,
+        "scale_depth": None,
+        "dim_model_base": None,
+        "initializer_range": 0.02,
+    },
+    "falcon": {"model_type": "falcon", "ffn_hidden_size": 96},
+    "falcon-40b": {
+        "model_type": "falcon",
+        "ffn_hidden_size": 96,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "bias": True,
+        "tie_word_embeddings": False,
+    },
+    "falcon-11b": {
+        "model_type": "falcon",
+        "ffn_hidden_size": 96,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+    },
+    "gpt-bigcode": {"model_type": "gpt_bigcode", **_GPT, "n_inner": 96},
+    "gpt-bigcode-by-head": {"model_type": "gpt_bigcode", **_GPT, "multi_query": False},
+    "kolibri1": {
+        "model_type": "kolibri1",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "deepseek-v4": _DEEPSEEK_V4,
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
@@ -672,7 +720,7 @@ ABSENT = {
     for name, its in [*FAMILIES.items()]
     if its.get("model_type", "llama") not in CONFIG_MAPPING
 }
-"""Those that the installed transformers does not have: InternLM3 is newer than 5.17."""
+"""Those that the installed transformers does not have: InternLM3 and Kolibri 1 are newer than 5.17."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""
@@ -776,7 +824,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if re.search(
+            if tensor.is_floating_point() and re.search(
                 r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$",
                 name,
             ):

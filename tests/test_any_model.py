@@ -20,12 +20,12 @@ from precisionctl.architectures.families import read_model
 from precisionctl.architectures.read_off import may_be_asked_for, rows, why_not_gemms
 from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.estimate import Estimate
 from precisionctl.dtypes import DType
 from precisionctl.engines import names_in_memory
+from precisionctl.engines.base import engine_named
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec

@@ -87,7 +87,7 @@ def test_what_only_reads_plans_or_moves_bytes_imports_no_torch(tmp_path):
         f"for command in {commands}:\n"
         "    main(command, standalone_mode=False)\n"
         "    assert 'torch' not in sys.modules, command\n"
-        "heavy = {'transformers', 'matplotlib', 'huggingface_hub', 'numpy.random', 'safetensors.torch'}\n"
+        "heavy = {'transformers', 'matplotlib', 'huggingface_hub', 'numpy.random', 'safetensors.torch', 'regex'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

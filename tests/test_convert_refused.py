@@ -13,6 +13,8 @@ import torch
 from conversions import run, tree
 from safetensors.torch import load_file, save_file
 
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import source
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
@@ -90,6 +92,23 @@ def test_a_reference_of_the_same_model_changes_nothing_where_there_is_no_need_of
     run(tmp_path / "hf", tmp_path / "with", "megatron", reference=tmp_path / "same")
     assert tree(tmp_path / "with") == tree(tmp_path / "out")
     plan_command(Request(tmp_path / "hf", tmp_path / "never", "megatron", reference=tmp_path / "hf"))
+
+
+def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "weights").mkdir()
+    shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path / "weights")
+    with pytest.raises(UnknownFormat, match="no config.json beside them.*--reference"):
+        run(tmp_path / "weights", tmp_path / "out", "megatron")
+    pico.save(tmp_path / "other", dtype=torch.bfloat16, num_hidden_layers=1)
+    with pytest.raises(UnmappedTensor, match="layers.1"):
+        run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
+    for to in ("hf", "megatron"):
+        for name in ("hf", "weights"):
+            run(tmp_path / name, tmp_path / f"{name} {to}", to, "bf16", reference=tmp_path / "hf")
+        theirs, ours = (tree(tmp_path / f"{name} {to}") for name in ("hf", "weights"))
+        assert theirs.keys() == ours.keys()
+        assert all(theirs[file] == ours[file] for file in theirs if "manifest" not in file)
 
 
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -262,3 +281,20 @@ def test_a_tensor_parallel_size_that_the_mlp_does_not_fit_is_refused(tmp_path: P
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=90)
     with pytest.raises(ShapeMismatch, match=r"layers\.\*\.mlp\.linear_fc1.* into 4 tensor-parallel parts"):
         run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(4))
+
+
+@pytest.mark.parametrize("layout", ["hf", "megatron"])
+def test_a_checkpoint_is_opened_once_though_a_reference_is_given(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    opened: list[Path] = []
+
+    def counted(path: Path, *given: Any, **named: Any) -> Any:
+        opened.append(path)
+        return open_checkpoint(path, *given, **named)
+
+    monkeypatch.setattr(source, "open_checkpoint", counted)
+    reader = source.open_hinted(tmp_path / layout, None, None, tmp_path / "hf", None)
+    assert opened == [tmp_path / layout] and reader.companions is reader.own_companions

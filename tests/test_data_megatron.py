@@ -13,9 +13,12 @@ from conversations import read, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import load_rows, megatron
 from precisionctl.trainer.data.megatron import HEADER, prefix_of
+from precisionctl.trainer.data.rows import check_there
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -165,3 +168,16 @@ def test_bin_without_idx_says_so_and_other_paths_are_not_megatrons(tmp_path: Pat
         prefix_of(tmp_path / "x.bin")
     assert prefix_of(tmp_path / "x.jsonl") is None and prefix_of(tmp_path) is None
     assert prefix_of(tmp_path / "not there.bin") is None
+
+
+def test_a_checkpoint_without_a_tokenizer_reads_the_same_ids_and_says_what_it_does_not_know(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", SMALL)
+    (tmp_path / "text.txt").write_text("a b")
+    with open_tokenizer(Companions({})) as none:
+        check_there(prefix, none)
+        rows = load_rows(prefix, none, 3)
+        with pytest.raises(DataError, match="has no tokenizer"):
+            check_there(tmp_path / "text.txt", none)
+    known = load_rows(prefix, tokenizer(), 3)
+    assert rows.fingerprint == known.fingerprint and torch.equal(rows.batch([0, 1]).tokens, known.batch([0, 1]).tokens)
+    assert "not known whether documents end" in rows.notes[0]

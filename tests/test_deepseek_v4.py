@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4ForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.engines.rule import Finding
 from precisionctl.errors import PrecisionError
 from precisionctl.verify.engine_rules import check

@@ -23,7 +23,7 @@ from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.dcp import read_index
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.model_shape import ModelShape

@@ -16,8 +16,13 @@ from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 from installed import BEFORE_5_23
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from precisionctl.architectures.wrappers import WRAPPERS
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named, engines
 from precisionctl.engines.ignore_lists import (
     BY_GLOB,
     BY_NAME,
@@ -557,3 +562,31 @@ def test_older_modelopts_that_wrote_one_file_are_read_by_that(tmp_path: Path):
 
 def test_the_cases_begin_with_what_every_engine_takes():
     assert exported(ENGINES["vllm"], "block")[1] == Made("fp8", "block").specs
+
+
+def test_the_experts_of_a_qwen3_moe_are_counted_for_older_transformers_too(tmp_path: Path):
+    """transformers 5 saves `num_local_experts`, 4.57 reads `num_experts` alone, and has 128 where it is not said."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    pico.save(tmp_path / "source", "qwen3-moe", dtype=torch.bfloat16, **sizes)
+    file = tmp_path / "source" / "config.json"
+    saved = json.loads(file.read_text())
+    saved.pop("num_experts", None)
+    saved["num_local_experts"] = 8
+    file.write_text(json.dumps(saved))
+    execute(plan_command(Request.export(tmp_path / "source", tmp_path / "out", "tensorrt-llm", "block")))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_experts"] == 8
+    assert "num_experts" in ENGINES["tensorrt-llm"].lacks(saved)
+
+
+DEEPSEEK_BY_TRANSFORMERS = {"model_type": "deepseek_v3", "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", engines())
+def test_keys_that_an_engine_requires_are_looked_for_in_a_wrappers_text_config(name: str, wrapper: str) -> None:
+    engine = engine_named(name)
+    alone = engine.lacks(DEEPSEEK_BY_TRANSFORMERS)
+    assert engine.lacks({"model_type": wrapper, "text_config": DEEPSEEK_BY_TRANSFORMERS}) == alone
+    whole = {"model_type": wrapper, "text_config": dict.fromkeys(alone, 1) | DEEPSEEK_BY_TRANSFORMERS}
+    assert engine.lacks(whole) == []
+    assert alone or name == "transformers"

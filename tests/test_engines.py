@@ -10,7 +10,7 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FOUR_BITS
+from precisionctl.quant_methods.base import CHANNEL, CODES, FOUR_BITS, SQUARE
 
 EVERY = pytest.mark.parametrize(
     "engine, scheme",
@@ -169,7 +169,7 @@ def test_blocks_are_cut_and_joined_whole(engine, case):
     weight = TensorSpec(shape, CODES)
     name = f"model.layers.1.{module}.weight"
     served = ServingLayout.of(heads, ranks)
-    finding = engine.check_shape(name, weight, "block", served)
+    finding = engine.check_shape(name, weight, SQUARE, served)
     assert (finding is not None) == (engine.name in refusing), finding
     if finding:
         assert finding.rule == engine.blocks and finding.rule.fatal
@@ -177,17 +177,17 @@ def test_blocks_are_cut_and_joined_whole(engine, case):
 
 def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
     vllm, served = ENGINES["vllm"], ServingLayout(4, 4, 2)
-    finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), "dynamic", served)
+    finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), CHANNEL, served)
     assert finding and finding.what == "shape [24, 64] on each of 2 GPUs, of which FP8 GEMMs need multiples of 16"
-    assert not vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), "dynamic", served)
+    assert not vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), CHANNEL, served)
 
 
 def test_weights_stored_as_one_are_told_apart_by_their_heads():
     """Phi-3's `qkv_proj`: 4 heads of 96 for queries, 2 for keys: 384, 192, 192."""
     vllm, served = ENGINES["vllm"], ServingLayout(4, 2)
     name = f"{LAYER}.self_attn.qkv_proj.weight"
-    assert vllm.check_shape(name, TensorSpec((768, 256), CODES), "block", served)
-    assert not vllm.check_shape(name, TensorSpec((1024, 256), CODES), "block", served)
+    assert vllm.check_shape(name, TensorSpec((768, 256), CODES), SQUARE, served)
+    assert not vllm.check_shape(name, TensorSpec((1024, 256), CODES), SQUARE, served)
 
 
 def test_what_deepseek_leaves_unnamed_is_known_to_be_bf16():

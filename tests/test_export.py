@@ -159,6 +159,26 @@ def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
 
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_state_of_what_is_excluded_is_still_this_models(tmp_path: Path, scheme: Any) -> None:
+    """Whether in the source or in a file: it is of all that a recipe computes in FP8, whatever becomes codes."""
+    path = source(tmp_path)
+    expected = export(path, scheme=scheme)
+    file = tmp_path / "state.fp8"
+    shutil.copy(path / sidecar.RELATIVE, file)
+    for name, given in {"own": None, "given": file if scheme == "static" else None}.items():
+        request = Request.export(path, tmp_path / name, "vllm", scheme, exclude=("*.down_proj",), fp8_state=given)
+        execute(plan_command(request))
+        stored = load_file(tmp_path / name / "model.safetensors")
+        for weight in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)):
+            assert stored[weight].dtype == torch.bfloat16
+        codes = [weight for weight, values in stored.items() if values.dtype == torch.float8_e4m3fn]
+        assert len(codes) == 12
+        assert all(
+            torch.equal(stored[weight].view(torch.uint8), expected[weight].view(torch.uint8)) for weight in codes
+        )
+
+
 def test_convert_to_fp8_hugging_face_takes_the_family_and_files_it_is_told(tmp_path: Path) -> None:
     path = source(tmp_path)
     expected = export(path)

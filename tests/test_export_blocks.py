@@ -19,12 +19,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import convert
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
@@ -295,7 +295,8 @@ def test_blocks_pass_through_to_the_byte(tmp_path: Path, spelling: str, scheme: 
 def test_codes_of_a_megatron_checkpoint_were_blocks_and_are_again(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-block", **WHOLE)
     execute(plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
-    export(tmp_path / "megatron", tmp_path / "out")
+    notes = export(tmp_path / "megatron", tmp_path / "out", scheme=None)
+    assert notes[0].startswith("Scheme block: the weights were FP8 codes of that kind")
     before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)

@@ -154,6 +154,8 @@ UNTOLD = {
     "hyperclovax-without-post-norm": {"architecture": "llama", "query_pre_attn_scalar": None},
     "cwm": {"architecture": "mistral"},
     "helium": {"architecture": "glm"},
+    "gpt-bigcode-by-head": {"architecture": "gpt2"},
+    "minicpm3-plain": {"architecture": "youtu", "rounded_embedding_multiplier": False},
     "seed-oss": {"architecture": "qwen2"},
     "ministral": {"architecture": "mistral"},
     "solar-open": {"architecture": "glm4_moe"},

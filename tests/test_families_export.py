@@ -30,6 +30,7 @@ _OF_SOME = {
     "head_dim": 64,
     "global_head_dim": 64,
     "intermediate_size_mlp": 384,
+    "ffn_hidden_size": 384,
     "prefix_dense_intermediate_size": 384,
     "shared_intermediate_size": 128,
     "dense_intermediate_size": 384,

@@ -53,6 +53,12 @@ REFUSED = [
     ("laguna", "num_attention_heads_per_layer", [4, 4, 8]),
     ("laguna", "moe_router_logit_softcapping", 2.0),
     ("laguna", "norm_topk_prob", False),
+    ("falcon", "alibi", True),
+    ("falcon", "parallel_attn", False),
+    ("falcon", "num_ln_in_parallel_attn", 2),
+    ("falcon-40b", "num_ln_in_parallel_attn", 3),
+    ("gpt-bigcode", "scale_attn_weights", False),
+    ("minicpm3", "attention_bias", True),
 ]
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
-from precisionctl.engines.base import engines
+from precisionctl.engines.base import engine_named, engines
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
@@ -202,6 +202,10 @@ def test_what_cannot_be_is_refused_with_the_next_step(tmp_path: Path, sources: M
         export(sources["llama-3"], tmp_path / "out", "tensorrt-llm", "mxfp4")
     with pytest.raises(PrecisionError, match="whose inputs are not a multiple of 128"):
         export(sources["llama-3"], tmp_path / "out", "vllm", "w4a16", ranks=2)
+    export(sources["llama-3"], tmp_path / "uncut", "vllm", "w4a16")
+    uncut = open_checkpoint(tmp_path / "uncut")
+    assert check(uncut, engine_named("vllm")) == []
+    assert {finding.rule for finding in check(uncut, engine_named("vllm"), 2)} == {engine_named("vllm").blocks}
     pico.save(tmp_path / "part", "llama-3", dtype=torch.bfloat16, hidden_size=128)  # o_proj and down_proj misfit
     export(tmp_path / "part", tmp_path / "out", "vllm", "w4a16", keep_misfits=True)
     assert stored(tmp_path / "out", UP)["weight_packed"].dtype == torch.int32

@@ -6,6 +6,7 @@ import pico
 import pytest
 import torch
 from any_models import export
+from conversions import run, tree
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -16,10 +17,11 @@ from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import StoredTensor, read_header
-from precisionctl.commands.codes import engine_named
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
+from precisionctl.precision import PRESETS
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
@@ -107,6 +109,9 @@ def test_mistral_4_has_its_experts_in_one_tensor_but_for_engines_and_verify_says
         export(tmp_path / "hf", tmp_path / target, "dynamic", target)
         assert not check(open_checkpoint(tmp_path / target), engine_named(target))
         assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / target)).equal
+    run(tmp_path / "hf", tmp_path / "converted", "hf", "fp8", recipe=PRESETS["fp8-current"])  # for vLLM, if for none
+    weights = (tree(tmp_path / name)["model.safetensors"] for name in ("converted", "vllm"))
+    assert next(weights) == next(weights)
     experts = ("model.layers.2.mlp.experts.7.gate_proj.weight", "model.layers.2.mlp.experts.gate_up_proj")
     apart, whole = (load_file(tmp_path / target / "model.safetensors") for target in ("vllm", "transformers"))
     assert apart[experts[0]].dtype == torch.float8_e4m3fn and experts[1] not in apart

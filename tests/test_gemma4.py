@@ -23,7 +23,7 @@ from precisionctl.architectures.families import from_hf_config, read_model, to_h
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, ShapeMismatch, UnknownArchitecture
 from precisionctl.evaluate.stored import load
 from precisionctl.param import Parallelism

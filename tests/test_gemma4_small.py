@@ -20,7 +20,7 @@ from training import run as resumed
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import MissingTensor
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS

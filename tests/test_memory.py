@@ -75,7 +75,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(model: ModelShape, made: Recipe, length: int) -> int:
-    """Bytes that autograd keeps of a pass, of a row, beside the parameters."""
+    """Bytes that autograd keeps of a pass, of its rows, beside the parameters."""
     torch.manual_seed(0)
     gpt = GPT(model, made.precision)
     parameters = {each.untyped_storage().data_ptr() for each in gpt.parameters()}
@@ -87,7 +87,7 @@ def saved(model: ModelShape, made: Recipe, length: int) -> int:
             kept[storage.data_ptr()] = storage.nbytes(), tensor  # which is kept, or its place would be another's
         return tensor
 
-    tokens = torch.randint(model.vocab_size, (1, length))
+    tokens = torch.randint(model.vocab_size, (made.train.micro_batch_size, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         total, _ = loss(gpt(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), model.vocab_size)
     assert total.requires_grad
@@ -106,20 +106,36 @@ def test_activations_are_what_autograd_keeps_beside_kernels(family: str) -> None
     assert_kept(family, "bf16", kernels=True)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt-oss"])
+def test_masks_of_windows_and_caps_are_counted_and_shared_by_the_rows_of_a_pass(family: str, rows: int) -> None:
+    """They are most of what long rows keep of a small model."""
+    model, made = shape(family), recipe(train__micro_batch_size=rows)
+    assert 0.93 < kept_and_saved(model, made, 1024) < 1.02
+    plain = replace(model, sliding_window=1024, attn_logit_softcapping=None)
+    assert saved(model, made, 1024) > saved(plain, made, 1024) + 2 * 1024**2
+
+
 def assert_kept(family: str, name: str, kernels: bool = False) -> None:
-    """9 % below (positions, indices; masks of windows take 6 % of the smallest model) and 10 % above."""
+    """9 % below (positions, indices) and 10 % above."""
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
+    length = 4 * CHUNK if model.gdn or model.mamba else LENGTH
+    assert 0.91 < kept_and_saved(model, made, length, kernels) < 1.1
+
+
+def kept_and_saved(model: ModelShape, made: Recipe, length: int, kernels: bool = False) -> float:
+    """How much is estimated for each byte that autograd keeps."""
     kept = activations.BytesKept.of(model, made, "emulated", kernels)
-    layers, length = range(model.num_layers), 4 * CHUNK if model.gdn or model.mamba else LENGTH
+    layers, tokens = range(model.num_layers), length * made.train.micro_batch_size
     weights = [
         sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)
     ]
-    expected = sum(activations._layer(model, layer, kept, length) * length + weights[layer] for layer in layers)
-    last = length * ((kept.norm + 2) * model.hidden_size + 2 * model.padded_vocab_size)
-    last += length * activations._read_streams(model) if model.mhc else 0
-    assert 0.91 < (expected + last) / saved(model, made, length) < 1.1
+    expected = sum(activations._layer(model, layer, kept, length) * tokens + weights[layer] for layer in layers)
+    last = tokens * ((kept.norm + 2) * model.hidden_size + 2 * model.padded_vocab_size)
+    last += tokens * activations._read_streams(model) if model.mhc else 0
+    return (expected + last) / saved(model, made, length)
 
 
 class Live(TorchDispatchMode):

@@ -17,9 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
+from precisionctl.evaluate import load
+from precisionctl.model_parts import MSA
 from precisionctl.param import Parallelism
+from precisionctl.trainer.model import block_indexer
 from precisionctl.trainer.model.attention import CoreAttention
 from precisionctl.trainer.model.block_indexer import seen
 from precisionctl.trainer.model.positions import PackedSequences, Positions, Rope
@@ -303,9 +306,59 @@ def test_a_text_model_under_the_published_names_gets_those_that_its_class_reads(
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))
 
 
+def test_what_fp8_changes_more_than_in_other_families_is_the_choice_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the blocks that BF16 chooses, the logits are three times as near to BF16's."""
+    pico.save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
+    export(tmp_path / "hf", tmp_path / "fp8", "dynamic", "vllm")
+    values, codes = (load(open_checkpoint(tmp_path / name))[0] for name in ("hf", "fp8"))
+    tokens = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(0))
+    chosen: list[torch.Tensor] = []
+
+    def kept(query: torch.Tensor, key: torch.Tensor, msa: MSA) -> torch.Tensor:
+        chosen.append(seen(query, key, msa))
+        return chosen[-1]
+
+    with torch.no_grad():
+        monkeypatch.setattr(block_indexer, "seen", kept)
+        expected = values(tokens)
+        again = iter(list(chosen))
+        free = codes(tokens) - expected
+        monkeypatch.setattr(block_indexer, "seen", lambda *heads: next(again))
+        fixed = codes(tokens) - expected
+    assert next(again, None) is None
+    assert fixed.norm() < 0.5 * free.norm() and fixed.norm() < 0.15 * expected.norm()
+
+
 def test_prediction_layers_are_refused_by_their_names(tmp_path: Path) -> None:
     """Published files have none, whatever config.json counts."""
     tensors = published(tmp_path / "hf") | {"language_model.model.mtp.0.fc.weight": torch.zeros(2, 2)}
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnmappedTensor, match=r"language_model\.model\.mtp\.0\.fc\.weight"):
         run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_export_for_vllm_has_the_words_that_transformers_does_not_save(tmp_path: Path, alone: bool) -> None:
+    """Without them vLLM takes those of the released model's 60 layers, and it refuses `silu`."""
+    if alone:
+        pico.save(tmp_path / "hf", FAMILY, dtype=torch.bfloat16, hidden_size=128, head_dim=32, rotary_dim=16)
+    else:
+        published(tmp_path / "hf")
+    found = check(open_checkpoint(tmp_path / "hf"), engine_named("vllm"))
+    told = ["moe_layer_freq", "sparse_attention_config", "rope_theta", "partial_rotary_factor"]
+    assert [each.what for each in found][:5] == ["hidden_act is 'silu'", *(f"no {key}" for key in told)]
+    export(tmp_path / "hf", tmp_path / "fp8", "dynamic", "vllm")
+    assert check(open_checkpoint(tmp_path / "fp8"), engine_named("vllm")) == []
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    text = config if alone else config["text_config"]
+    assert text["moe_layer_freq"] == [int(kind == "sparse") for kind in text["mlp_layer_types"]]
+    flags = text["sparse_attention_config"]["sparse_attention_freq"]
+    assert (
+        flags == [int(kind == "minimax_m3_sparse") for kind in text["layer_types"]]
+        and text["hidden_act"] == "swigluoai"
+    )
+    assert alone or not set(told) & config.keys()
+    configs = [AutoConfig.from_pretrained(tmp_path / name).get_text_config() for name in ("hf", "fp8")]
+    assert all(getattr(configs[0], key) == getattr(configs[1], key) for key in ("layer_types", "rope_parameters"))

@@ -28,6 +28,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError
 from precisionctl.evaluate.stored import load
+from precisionctl.fp8 import sidecar
 from precisionctl.verify.compare import compare
 
 LAYER = "model.layers.1.mlp.experts"
@@ -179,6 +180,17 @@ def test_inspect_tells_what_is_stored_and_an_export_leaves_experts_in_bf16(tmp_p
     for name in (f"{LAYER}.gate_up_proj", f"{LAYER}.down_proj"):
         assert torch.equal(exported[name], expected[name])
     assert exported["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_who_chooses_what_becomes_codes_gets_no_blocks_of_before(tmp_path: Path) -> None:
+    """The experts are values under the names of values then, as with a recipe."""
+    stored = make(tmp_path / "source")
+    sidecar.write(tmp_path / "state.fp8", in_memory.recorded(HuggingFaceReader(tmp_path / "source")))
+    given = {"fp8_state": tmp_path / "state.fp8", "exclude": ("*.q_proj",)}
+    converted(tmp_path / "source", tmp_path / "out", precision="fp8", **given)
+    found, expected = load_file(tmp_path / "out" / "model.safetensors"), decoded(stored)
+    assert torch.equal(found[f"{LAYER}.down_proj"], expected[f"{LAYER}.down_proj"])
+    assert not [name for name in found if name.endswith(("_blocks", "_scales"))]
 
 
 def without(*names: str) -> Callable[[dict[str, Tensor]], None]:

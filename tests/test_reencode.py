@@ -65,6 +65,14 @@ def test_by_way_of_megatron_every_code_and_scale_comes_back(tmp_path: Path, spel
     assert any("14 of 14 weights have the same codes" in note for note in work.notes)
 
 
+def test_every_way_to_hugging_face_says_which_files_are_missing(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    for precision in ("keep", "bf16", "fp8"):
+        work = run(tmp_path / "megatron", tmp_path / f"{precision} again", "hf", precision=precision)
+        assert any("Missing in the source, and so in the result: tokenizer" in note for note in work.notes)
+
+
 @pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-channel"])
 def test_by_way_of_hugging_face_in_bf16_and_in_fp32(tmp_path: Path, spelling: str) -> None:
     """And of BF16 that was made FP32 then."""

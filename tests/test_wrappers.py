@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from precisionctl.architectures.families import from_hf_config, read_model
 from precisionctl.architectures.wrappers import TEXT_MODELS
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
 from precisionctl.param import Parallelism
 from precisionctl.reports import run as report

@@ -60,5 +60,6 @@ def states(model: PreTrainedModel, optimizer: torch.optim.AdamW) -> dict[str, An
 
 
 def moments(model: PreTrainedModel, optimizer: torch.optim.AdamW, kind: str) -> dict[str, Tensor]:
-    """Those of a kind, by the parameter's name."""
-    return {name: optimizer.state[parameter][kind] for name, parameter in model.named_parameters()}
+    """Those of a kind, by the parameter's name, of all to which a gradient has come."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter in optimizer.state)
+    return {name: optimizer.state[parameter][kind] for name, parameter in trained}

@@ -6,7 +6,7 @@ Both make a scale for each output channel and leave inputs to the engine (its pr
 Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted, until the result
 is on the disk: ours syncs what it writes, the other one is followed by a sync, whose seconds are told apart too. Each
 is made twice, and the second counts (convert.py says why).
-With `--whole TYPE` the model says that it is of a type without a table here (`helium` has Llama's names), each process
+With `--whole TYPE` the model says that it is of a type without a table here (any name that none has), each process
 runs once and is measured from start to end, imports included: seconds, CPU seconds, which other programs hardly
 change, and the memory of its largest process.
 `--python` is that of an environment with llm-compressor (`make peers` makes one).

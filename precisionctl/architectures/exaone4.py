@@ -4,6 +4,8 @@ three layers of four, the others have no rotary embeddings.
 Trap: without a window, all layers have rotary embeddings.
 """
 
+from collections.abc import Callable
+
 from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
@@ -26,26 +28,26 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
-_LOCAL = all_but_every(4, "sliding_window_pattern")
+
+def windows(local: Callable[[Config, int], list[bool]], absent: int, also: tuple[str, ...] = ()) -> tuple[Entry, ...]:
+    """Layers with a window and rotary embeddings, and layers with neither: arguments as `sliding_window` has them."""
+
+    def read(config: Config, where: object) -> Fields:
+        if config.get("sliding_window", absent) is None:
+            return {}
+        in_window = layers_in_window(config, where, local)
+        return {"rope_layers": None if all(in_window) else tuple(in_window)}
+
+    def write(model: ModelShape) -> Config:
+        """Where there is no window too: its class cannot be without a list then."""
+        return {"layer_types": layer_types(model)}
+
+    keys = ("sliding_window", "layer_types", *also)
+    return (sliding_window(local, absent=absent, also=also), Rule(keys, read, write))
 
 
-def _read_rope_layers(config: Config, where: object) -> Fields:
-    if config.get("sliding_window", 4096) is None:
-        return {}
-    in_window = layers_in_window(config, where, _LOCAL)
-    return {"rope_layers": None if all(in_window) else tuple(in_window)}
-
-
-def _write_layers(model: ModelShape) -> Config:
-    """Where there is no window too: its class cannot be without a list then."""
-    return {"layer_types": layer_types(model)}
-
-
-WINDOWS: tuple[Entry, ...] = (
-    sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
-    Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers, _write_layers),
-)
-"""Layers with a window and rotary embeddings, and layers with neither."""
+_PATTERN = "sliding_window_pattern"
+WINDOWS = windows(all_but_every(4, _PATTERN), absent=4096, also=(_PATTERN,))
 
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},

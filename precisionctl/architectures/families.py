@@ -41,9 +41,9 @@ from precisionctl.untabled_model import UntabledModel
 
 _VERSION = re.compile(r"[\d._]+")
 
-_FIRST = ("llama", "mistral", "qwen2")
+_FIRST = ("llama", "mistral", "qwen2", "youtu")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
-window."""
+window, or a Youtu and a MiniCPM3 that multiplies nothing."""
 
 _NO_TABLE = (
     "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "

@@ -25,7 +25,7 @@ from precisionctl.architectures.rearrangements import VOCABULARY as PADDED
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 
-_ROWS = (
+PARAMETERS = (
     Row(
         "transformer.wte.weight",
         "embedding.word_embeddings.weight",
@@ -160,7 +160,7 @@ SIZES = (
 ARCHITECTURE = Architecture(
     model_types={"gpt2": "GPT2LMHeadModel"},
     rows=(
-        Either(_ROWS, renamed(_ROWS, {"transformer.": ""})),
+        Either(PARAMETERS, renamed(PARAMETERS, {"transformer.": ""})),
         Row(
             "lm_head.weight",
             "output_layer.weight",

@@ -272,6 +272,30 @@ class RotaryPairs(_Computation):
         return torch.cat([turned.flatten(1, 3), heads[:, -1:].flatten(1, 3)], dim=1).flatten(0, 1)
 
 
+@dataclass(frozen=True)
+class LatentPairs(_RowPermutation):
+    """The rows of latent attention that rotary embeddings turn, the last of each head, or of the one key that all heads
+    share. Hugging Face has all first numbers of the pairs, then all second ones (MiniCPM3); Megatron's latent attention
+    takes neighbouring rows for a pair."""
+
+    by_head: bool
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return self._turned(parts[0], (2, -1), model)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (self._turned(whole, (-1, 2), model),)
+
+    def _turned(self, rows: Movable, order: tuple[int, int], model: ModelShape) -> Movable:
+        """Each head's last rows, seen as `order`, with the two dimensions exchanged."""
+        assert model.mla
+        heads = rows.reshape(model.num_attention_heads if self.by_head else 1, -1, *rows.shape[1:])
+        turned = model.mla.qk_pos_emb_head_dim
+        plain, pairs = _cut(heads, [heads.shape[1] - turned, turned], 1)
+        pairs = pairs.reshape(len(heads), *order, *rows.shape[1:]).swapaxes(1, 2).reshape(pairs.shape)
+        return _flat(_joined([plain, pairs], 1))
+
+
 class Squeezed(_Computation):
     """Hugging Face keeps a vector as a matrix of one row."""
 
@@ -335,6 +359,8 @@ ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
 THIRDS = Thirds()
+QUERY_PAIRS = LatentPairs(by_head=True)
+KEY_PAIRS = LatentPairs(by_head=False)
 SQUEEZED = Squeezed()
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

@@ -4,12 +4,12 @@ why. Also JSON from strangers."""
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted.safe_files import read_file, read_files
 
@@ -98,6 +98,24 @@ def kind_of(name: str) -> CompanionKind | None:
 def is_tokenizer(name: str) -> bool:
     """Whether a file is part of a tokenizer, other than a list of special tokens."""
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
+
+
+def needed(hints: Hints, own: Companions) -> Hints:
+    """What a checkpoint with its `own` companions needs of a reference: all without a config.json of its own; with one,
+    but without a tokenizer, what it has not itself; else nothing. Which companions it then has is `companions`, None
+    for its own."""
+    given = hints.companions
+    if given is None or hints.family or "config.json" not in own.files:
+        return hints
+    if without_tokenizer(own) and not without_tokenizer(given):
+        code = tuple(sorted({*given.code, *own.code}))
+        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes))
+    return replace(hints, companions=None, towers=None)
+
+
+def without_tokenizer(companions: Companions) -> bool:
+    """Whether there is a config.json, and no tokenizer beside it."""
+    return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
 
 
 _MOST_PARTS, _DEEPEST = 8_000_000, 100

@@ -126,6 +126,11 @@ class WeightEncodings:
         stored, amax = fixed
         return float(stored if self.scales[name].inputs_in_fp8 else amax / E4M3.largest)
 
+    def stored_input_scale(self, name: str) -> Tensor | None:
+        """The same as it is stored, FP32 `[]`: a global one as the method has it."""
+        fixed = self._fixed_scale_of_input(name)
+        return fixed and fixed[0]
+
     def input_zero_point(self, name: str) -> float | None:
         """The zero point beside the fixed input scale of a weight; None where there is none."""
         stored = self.scales[name].input_zero_point

@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
@@ -45,11 +45,12 @@ from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
     its base."""
-    return (
-        not (path / "adapter_config.json").exists()
-        and (path / "config.json").exists()
-        and file_format_of(path) is not None
-    )
+    return (path / "config.json").exists() and is_of_weights(path)
+
+
+def is_of_weights(path: Path) -> bool:
+    """Whether a directory has files of weights, which are no adapter's."""
+    return not (path / "adapter_config.json").exists() and file_format_of(path) is not None
 
 
 class HuggingFaceReader:
@@ -57,7 +58,7 @@ class HuggingFaceReader:
 
     Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Packed codes
     have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
-    among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
+    among `specs`; they are in `encodings`, and in `stored`, which is every tensor in the files.
     Nor are those of a KV cache, which belong to no weight. Codes that are `decoded` as they are read (GPTQ,
     bitsandbytes and others) are values here; `idle_biases` of zeros that their tools have added are not among `specs`.
     """
@@ -65,12 +66,14 @@ class HuggingFaceReader:
     layout: Layout = "hf"
 
     def __init__(self, path: Path, companions: Companions | None = None) -> None:
-        """`companions` in place of its own; config.json is its own in any case."""
+        """`companions` in place of its own; config.json is its own if it has one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
         self.companions = companions or self.own_companions
-        self.config = _with_quantization(_load_json(path / "config.json"), path)
+        own = has_file(path / "config.json", path)
+        config = _load_json(path / "config.json") if own else parse_json(self.companions.files["config.json"], path)
+        self.config = _with_quantization(config, path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
         if chosen not in (None, self._file_format.single, self._file_format.index):
@@ -139,13 +142,6 @@ class HuggingFaceReader:
         return () if self._scales else cache_scales(self.config, self.stored.specs).keys()
 
     @cached_property
-    def input_scales(self) -> Mapping[str, float]:
-        """Static input scale_inv of each FP8 weight that has one, by the weight's name."""
-        static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
-        fp8 = {name: scale for name, scale in static.items() if self.specs[name].packing is None}
-        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
-
-    @cached_property
     def hf_quant_config(self) -> dict[str, Any] | None:
         """The content of hf_quant_config.json, if there is one."""
         path = self.path / QUANT_CONFIG
@@ -212,9 +208,9 @@ class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
     `companions` are copied as they are, except config.json. That is made from the source's (or from `config` if the
-    source has none), with the target's dtype, its `quantization`, and the keys of `config` that `lacks` reports as
-    missing. `extra_files` are written beside it. Weights are in files of a `file_format`. FP8 state goes where a run
-    loads it from if it is `live`, else where it is only carried.
+    source has none), with the target's dtype, its `quantization`, and the keys of `config`, which is of the text model
+    alone, that `lacks` reports as missing. `extra_files` are written beside it. Weights are in files of a
+    `file_format`. FP8 state goes where a run loads it from if it is `live`, else where it is only carried.
     """
 
     directory: Path
@@ -242,7 +238,8 @@ class HuggingFaceWriter:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
         config = config_of_values(self.companions, self.config, self.specs)
-        config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
+        text = found if isinstance(found := config.get("text_config"), dict) else config  # `self.config` is of it alone
+        text |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
@@ -268,7 +265,7 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints.companions)
+    return HuggingFaceReader(path, hints.companions and needed(hints, read_companions(path)).companions)
 
 
 CONTAINER = Container(

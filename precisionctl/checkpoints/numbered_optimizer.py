@@ -34,6 +34,7 @@ _MODULES = (
     *("model", "backbone", "transformer", "embed_tokens", "embeddings", "wte", "wpe", "layers", "h", "ln_1"),
     *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
     *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
+    *("pre_mlp_layernorm",),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("post_norm1", "post_norm2"),
     *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
@@ -65,9 +66,11 @@ ORDERS: Sequence[Mapping[str, str]] = (
     {"experts": "router"},
     {"q_norm": "q_proj", "k_norm": "q_norm"},
     {"self_attn": "shared_mlp"},
+    {"mlp": "post_mlp_layernorm", "experts": "shared_experts"},
 )
 """Modules that come at another place in some classes, each directly behind another module: experts before a router's
-`gate`, Gemma 4's norms before the key projection, attention of Granite 4 behind the MLP."""
+`gate`, Gemma 4's norms before the key projection, attention of Granite 4 behind the MLP, the MLP of Trinity behind
+norms and its experts behind the shared ones."""
 
 
 def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from precisionctl import checkpoints
-from precisionctl.checkpoints import foreign
+from precisionctl.checkpoints import foreign, huggingface
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError, UnknownFormat
@@ -27,14 +27,17 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path)
     containers = discover(checkpoints, "CONTAINER", Container)
-    for container in containers:
-        if container.recognise(path):
-            reader = container.open(path, iteration, hints)
-            foreign.check_tensors(reader, path)
-            _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
-            return reader
-    foreign.check_unread(path)
-    raise UnknownFormat("there is no checkpoint in a known format", where=path, do=_advice(path, containers, wanted))
+    container = next((each for each in containers if each.recognise(path)), None)
+    if container is None and hints.companions and huggingface.is_of_weights(path):
+        container = huggingface.CONTAINER  # with the config.json of the reference
+    if container is None:
+        foreign.check_unread(path)
+        advice = _advice(path, containers, wanted)
+        raise UnknownFormat("there is no checkpoint in a known format", where=path, do=advice)
+    reader = container.open(path, iteration, hints)
+    foreign.check_tensors(reader, path)
+    _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
+    return reader
 
 
 def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -41,8 +41,8 @@ class TrainerDirectory:
 
     @property
     def companions(self) -> Companions:
-        """The companion files of the reference if the user names one, else those beside the checkpoint."""
-        return self._hints.companions or self.own_companions
+        """The companion files beside the checkpoint, or those of a reference that it needs."""
+        return needed(self._hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def model(self) -> ModelShape:

@@ -10,23 +10,19 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
-    adapter_notes,
-    companion_notes,
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
-    left_behind_notes,
-    missing_notes,
-    model_notes,
     rounded_notes,
+    source_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import TE, Request
+from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import PrecisionError, RecipeError, nearest
+from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
@@ -54,20 +50,28 @@ _IN_WORDS: Mapping[Scheme, str] = {
 }
 
 
-def for_engine(request: Request, source: Source) -> Result:
-    """A result for an engine; `convert` names none, and gets the spelling that transformers and vLLM read.
+def for_engine(request: Request, source: Source, engine: Engine) -> Result:
+    """A result for an engine.
 
     Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
     not take, RecipeError for state that a scheme has no use for.
     """
     reader, known, model = source.reader, source.known, source.plan.model
-    engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
+    precision = request.numerics(model)
     scheme, why, notes = request.scheme, "", []
     if request.target is None:
         untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
-        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.encodings_now, known.why_none)
+        scheme, why = best_scheme(
+            engine,
+            source.plan,
+            precision,
+            source.states,
+            source.encodings,
+            known.why_none,
+            are_codes=bool(reader.encodings),
+        )
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
@@ -79,7 +83,7 @@ def for_engine(request: Request, source: Source) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
+        partial(engine.refusal, block=BLOCKS[scheme], served=served(source.plan, request.ranks)),
         without_blocks=[
             each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
         ],
@@ -117,10 +121,8 @@ def for_engine(request: Request, source: Source) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += model_notes(reader, source.plan, named=request.architecture is not None)
-    notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += [*source_notes(request, source), *in_bf16_notes(source.plan, precision, policy.refused)]
     notes += rounded_notes(reader, plan)
-    notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
@@ -195,14 +197,6 @@ _BY_ENGINE = "Input scales are made by the engine."
 _IN_BF16 = "Inputs are not quantized."
 
 
-def engine_named(name: str) -> Engine:
-    """The engine of a name. Raises RecipeError for another, with what is perhaps meant."""
-    known = engines()
-    if name not in known:
-        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, TE)))
-    return known[name]
-
-
 def as_before(request: Request, source: Source) -> Result:
     """A result whose weights are the codes that they were once, or are. Raises MissingFp8State for scales of
     inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
@@ -212,10 +206,7 @@ def as_before(request: Request, source: Source) -> Result:
     plan = encode(source.plan, policy)
     notes = [
         *edge_notes(encodings, reader.specs, plan),
-        *model_notes(reader, plan, named=request.architecture is not None),
-        *left_behind_notes(reader),
-        *adapter_notes(reader),
-        *companion_notes(reader),
+        *source_notes(request, source),
         *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
@@ -233,7 +224,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"
     if not fixed:
-        by_engine = any(form.same_inputs for form in quantization.formats)
+        by_engine = any(form.inputs for form in quantization.formats)
         inputs = _BY_ENGINE if by_engine else _IN_BF16
     facts = {
         "weights": ", ".join(dtypes),

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
+from precisionctl.commands.source import Source
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, shown
@@ -47,6 +48,20 @@ _NAMES = {
     "project's.",
 }
 """Whose names a family has, where not Megatron-Core's."""
+
+
+def source_notes(request: Request, source: Source) -> Iterator[str]:
+    """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
+    reader, plan = source.reader, source.plan
+    yield from family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
+    if plan.target == "hf":
+        yield from vocabulary_notes(reader)
+    yield from _padding_notes(reader, plan)
+    yield from left_behind_notes(reader, carried=source.trained is not None)
+    yield from _adapter_notes(reader)
+    yield from _companion_notes(reader)
+    if plan.target == "hf":
+        yield from _missing_notes(reader)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
@@ -163,7 +178,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"Older FP8 state of {of}, which the run did not record, stays behind."
 
 
-def adapter_notes(reader: Reader) -> Iterator[str]:
+def _adapter_notes(reader: Reader) -> Iterator[str]:
     """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
@@ -184,7 +199,7 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def companion_notes(reader: Reader) -> Iterator[str]:
+def _companion_notes(reader: Reader) -> Iterator[str]:
     """Notes on files beside the weights that are not copied, and on code among those that are."""
     yield from reader.companions.notes
     if code := reader.companions.code:
@@ -207,7 +222,7 @@ def tower_notes(plan: Plan) -> Iterator[str]:
     )
 
 
-def missing_notes(reader: Reader) -> Iterator[str]:
+def _missing_notes(reader: Reader) -> Iterator[str]:
     """A note on files that a complete directory has and the source, and so the result, does not."""
     files = reader.companions.files
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
@@ -215,6 +230,11 @@ def missing_notes(reader: Reader) -> Iterator[str]:
     if missing:
         hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
         yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
+    if "config.json" not in files and "generation_config.json" in missing:
+        yield (
+            "Nothing names the token that ends a text: `eos_token_id` is null in the result, and programs may generate "
+            "without an end."
+        )
 
 
 def vocabulary_notes(reader: Reader) -> Iterator[str]:
@@ -226,7 +246,7 @@ def vocabulary_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+def _padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
     """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
     if not of_megatron(reader):
         return
@@ -239,15 +259,6 @@ def padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
             f"the source has {before.padded_vocab_size}."
         )
-
-
-def model_notes(reader: Reader, plan: Plan, *, named: bool) -> Iterator[str]:
-    """Notes on what the source leaves open of its model, and the command if it did not name the family (`named`), and
-    on what becomes of the vocabulary."""
-    yield from family_notes(reader, plan.model, plan.target, named=named)
-    if plan.target == "hf":
-        yield from vocabulary_notes(reader)
-    yield from padding_notes(reader, plan)
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:

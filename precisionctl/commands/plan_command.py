@@ -38,16 +38,14 @@ def plan_command(request: Request) -> PlannedCommand:
     `with_te_state`), and as `build`.
     """
     source = open_source(request)
-    says_which = request.target or request.recipe or request.include or request.exclude
-    were_codes = source.encodings and source.encodings.quantization
     if request.target == TE:
         result = with_te_state(request, source)
     elif not request.for_inference:
         result = as_values(request, source)
-    elif were_codes and not says_which:
-        result = as_before(request, source)
+    elif source.engine:
+        result = for_engine(request, source, source.engine)
     else:
-        result = for_engine(request, source)
+        result = as_before(request, source)
     plan = result.plan
     _log.info("planned %d jobs that write %d tensors, %d bytes", len(plan.jobs), len(plan.targets), plan.nbytes)
     return build(request, source, result)

@@ -194,6 +194,11 @@ class Request:
         return self.for_inference and self.target != TE
 
     @property
+    def says_which_codes(self) -> bool:
+        """Whether the user chose what codes there are to be; else weights that were codes get those back."""
+        return bool(self.target or self.recipe or self.include or self.exclude)
+
+    @property
     def is_state_dict(self) -> bool:
         """Whether the result is what a trainer loads under the names of a model's class."""
         return self.container in STATE_DICTS

@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.architectures.families import read_model
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
-from precisionctl.checkpoints.companions import is_tokenizer, parse_json, read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import file_format_of
@@ -15,11 +15,11 @@ from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_meg
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import TORCHTITAN, Request
+from precisionctl.commands.request import TE, TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.dtypes import DType
-from precisionctl.engines.base import engines
+from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
@@ -38,7 +38,8 @@ class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
     `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from training or
-    `calibrate`. `trained` is the reader if its optimizer is converted, too.
+    `calibrate`. `trained` is the reader if its optimizer is converted, too. `engine` is the one whose form weights get
+    as codes; None for values, and for the codes that they had before.
     """
 
     reader: Reader
@@ -46,6 +47,7 @@ class Source:
     encodings: WeightEncodings | None
     known: KnownState
     trained: MegatronReader | TrainedReader | None
+    engine: Engine | None
 
     @cached_property
     def calibrated(self) -> Fp8States | None:
@@ -81,7 +83,7 @@ def open_source(request: Request) -> Source:
     )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
-    if request.for_inference and (request.target or request.recipe) and method and method.own_names:
+    if request.for_inference and request.says_which_codes and method and method.own_names:
         encodings = None  # engines read these codes only as they were released
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
@@ -92,7 +94,10 @@ def open_source(request: Request) -> Source:
             where=request.source,
             do="Leave --precision out; --drop-optimizer writes the weights alone.",
         )
-    engine = engines().get(request.target or "")
+    were_codes = encodings is not None and bool(encodings.quantization)
+    engine = None
+    if request.for_engine and (request.says_which_codes or not were_codes):
+        engine = engine_named(request.target or "vllm", TE)  # transformers reads what vLLM does
     plan = make_plan(
         reader,
         request.to,
@@ -106,12 +111,12 @@ def open_source(request: Request) -> Source:
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    if request.include or request.exclude:
+    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
+    if request.include or request.exclude:  # what was recorded is of all that a recipe computes in FP8
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
-    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
-    return Source(reader, plan, encodings, known, trained)
+    return Source(reader, plan, encodings, known, trained, engine)
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
@@ -133,17 +138,16 @@ def open_hinted(
     reference: Path | None,
     order: ColumnOrder | None,
 ) -> Reader:
-    """Open a checkpoint with what the user says about it: fields of a Request. A reference of the same model is ignored
-    if the checkpoint has everything itself. Raises RecipeError for hints that contradict the checkpoint and for other
-    hints that it does not need, and as `open_checkpoint`."""
+    """Open a checkpoint with what the user says about it: fields of a Request. Of a reference it uses what `needed`
+    says. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does not need, and as
+    `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
     towers = _towers_of(reference, companions) if reference and companions else None
     reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     own = reader.own_companions
-    if companions and not architecture and _is_without_tokenizer(own) and not _is_without_tokenizer(companions):
-        reader = open_checkpoint(path, iteration, Hints(None, _with_rest_of(companions, own), order, reference, towers))
+    if companions and not architecture and without_tokenizer(own) and not without_tokenizer(companions):
         configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
         mine, theirs = (config.get("vocab_size") for config in configs)
         if None not in (mine, theirs) and mine != theirs:
@@ -151,7 +155,6 @@ def open_hinted(
             raise RecipeError(what, where=reference, do="Give another one.")
     elif companions and not architecture and "config.json" in own.files:
         _check_same_model(reader, companions, reference)
-        reader = open_checkpoint(path, iteration, Hints(grouped_columns=order))  # it needs nothing from the reference
     elif architecture and "config.json" in own.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
@@ -188,16 +191,6 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
         raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
-
-
-def _is_without_tokenizer(companions: Companions) -> bool:
-    """Whether there is a config.json, and no tokenizer beside it."""
-    return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
-
-
-def _with_rest_of(reference: Companions, own: Companions) -> Companions:
-    """A checkpoint's own companions, with those that the reference alone has."""
-    return Companions({**reference.files, **own.files}, tuple(sorted({*reference.code, *own.code})), own.notes)
 
 
 _REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."

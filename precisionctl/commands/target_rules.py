@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.commands.codes import engine_named
 from precisionctl.commands.request import TE
+from precisionctl.engines.base import engine_named
 from precisionctl.engines.rule import Finding
 from precisionctl.errors import RecipeError
 from precisionctl.verify import te_rules
@@ -29,7 +29,7 @@ def check_target(reader: Reader, target: str, ranks: int = 1) -> TargetCheck:
     """The rules of `target`, an engine's name or TE, that a directory breaks, served on `ranks` GPUs. Raises
     RecipeError for an unknown target, and for TE on several GPUs; UnknownFormat for what is no such directory."""
     if target != TE:
-        engine = engine_named(target)
+        engine = engine_named(target, TE)
         return TargetCheck(engine.title, check(reader, engine, ranks))
     if ranks > 1:
         raise RecipeError(f"--tp does not apply to {te_rules.TITLE}", do="Leave it out.")

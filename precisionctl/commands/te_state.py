@@ -11,15 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from precisionctl.commands.build import Result
-from precisionctl.commands.notes import (
-    adapter_notes,
-    companion_notes,
-    input_scale_notes,
-    left_behind_notes,
-    missing_notes,
-    model_notes,
-    rounded_notes,
-)
+from precisionctl.commands.notes import input_scale_notes, rounded_notes, source_notes
 from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
@@ -49,11 +41,7 @@ def with_te_state(request: Request, source: Source) -> Result:
     notes = [
         *source.known.notes,
         *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
-        *model_notes(reader, source.plan, named=request.architecture is not None),
-        *left_behind_notes(reader),
-        *missing_notes(reader),
-        *adapter_notes(reader),
-        *companion_notes(reader),
+        *source_notes(request, source),
         *rounded_notes(reader, source.plan),
         f'Load it with: precisionctl.te.load_te("{request.destination}")',
     ]

@@ -9,16 +9,12 @@ from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, ca
 from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
-    adapter_notes,
     code_notes,
-    companion_notes,
     decoded_base_notes,
     decoded_notes,
     known_state_notes,
-    left_behind_notes,
-    missing_notes,
-    model_notes,
     payload_notes,
+    source_notes,
     stage_notes,
     state_notes,
     tower_notes,
@@ -83,13 +79,8 @@ def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
 def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
-    yield from model_notes(reader, plan, named=request.architecture is not None)
-    yield from left_behind_notes(reader, carried=source.trained is not None)
-    yield from adapter_notes(reader)
+    yield from source_notes(request, source)
     yield from decoded_base_notes(reader)
-    yield from companion_notes(reader)
-    if request.to == "hf" and (of_megatron(reader) or of_trainer(reader)):
-        yield from missing_notes(reader)
     if request.to == "megatron":
         yield from tower_notes(plan)
         yield from stage_notes(plan.parallelism, plan.model.num_layers)

@@ -105,7 +105,7 @@ class Encoder:
             self._put(name, row, codes)
         self.found.zeroed |= {name: each.share for name, each in underflows.items() if each.share > UNDERFLOW}
         self.found.changed |= changed
-        self.put_input_scales(encode)
+        self.put_known(encode)
 
     def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales, now: Encoding) -> int:
         """How many codes differ from the codes before. If those are no longer stored, from the codes that the old
@@ -206,9 +206,9 @@ class Encoder:
             dtype = self._specs[scales.shape].dtype.torch
             self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=dtype))
 
-    def put_input_scales(self, encode: Encode) -> None:
+    def put_known(self, encode: Encode) -> None:
         """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
-        for name, value in encode.input_scales.items():
+        for name, value in encode.known.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype.torch))
 
 

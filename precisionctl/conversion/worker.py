@@ -203,7 +203,7 @@ class Worker:
         for name, encoding in encodings.items():
             self._encoder.put_encoding(name, encode.weights[name], encoding)
         self._copy(segments)
-        self._encoder.put_input_scales(encode)
+        self._encoder.put_known(encode)
         return True
 
     def _moved(self, segment: Segment) -> Iterator[ValuePiece]:

@@ -32,10 +32,10 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout, text_config
-from precisionctl.errors import PrecisionctlError
+from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import FOUR_BITS, Scheme
+from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Scheme
 from precisionctl.quant_methods.coded_weights import coded_weights, recognise
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ _USABLE = EngineRule("codes are multiplied by scales: positive numbers that FP32
 
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""
+
+_GPT2_OF_LINEARS = "gpt_bigcode"
+"""Whose linears have these names, and are `[out, in]`."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,9 @@ class Engine:
         return (self.command + options).format(path=shlex.quote(str(path)), ranks=ranks)
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
-        """The keys that the engine requires and this config.json lacks."""
-        return [key for missing in self.keys for key in missing(config)]
+        """The keys that the engine requires and this config.json lacks, in its `text_config` if it has one."""
+        text = _of_text(config)
+        return [key for missing in self.keys for key in missing(text)]
 
     def check(
         self,
@@ -149,8 +153,11 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
+        text = _of_text(config)
         missing_keys = [
-            Finding("config.json", f"no {key}", rule) for missing, rule in self.keys.items() for key in missing(config)
+            Finding("config.json", f"{key} is {shown(text[key])}" if text.get(key) is not None else f"no {key}", rule)
+            for missing, rule in self.keys.items()
+            for key in missing(text)
         ]
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
@@ -163,8 +170,7 @@ class Engine:
         )
         served = ServingLayout.of(config, ranks)
         codes = {name: specs[name] for name in scales}
-        schemes = {name: spec.packing.name if spec.packing else scheme for name, spec in codes.items()}
-        shapes = (self.check_shape(name, spec, schemes[name], served) for name, spec in codes.items())
+        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *missing_keys,
@@ -191,20 +197,23 @@ class Engine:
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
 
-    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
-        """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
-        rule = self.blocks if scheme in CUT else self.aligned
-        what = self.refusal(name, spec, scheme, served)
-        return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
+    def check_shape(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> Finding | None:
+        """The rule that a weight of this shape breaks as codes with a scale for each block; None where it breaks
+        none."""
+        rule = self.aligned if block in (TENSOR, CHANNEL) else self.blocks
+        what = self.refusal(name, spec, block, served)
+        return Finding(name, what, self.quantisation if self._unread(name, served) else rule) if what else None
 
-    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
-        """Why the engine refuses a weight of this shape as codes, in words; None if it takes it."""
-        if self._unread(name):
+    def refusal(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> str | None:
+        """Why the engine refuses a weight of this shape as codes with a scale for each block, in words; None if it
+        takes it."""
+        if self._unread(name, served):
             return "codes of a class that is no linear are taken for weights"
-        return served.refusal(name, spec, scheme, self.ragged)
+        return served.refusal(name, spec, block, self.ragged)
 
-    def _unread(self, name: str) -> bool:
-        return not self.reads_conv1d and bool(_CONV1D.fullmatch(name))
+    def _unread(self, name: str, served: ServingLayout) -> bool:
+        conv1d = served.model_type != _GPT2_OF_LINEARS and bool(_CONV1D.fullmatch(name))
+        return conv1d and not self.reads_conv1d
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
@@ -282,6 +291,11 @@ class Engine:
         return {module: found.get(module) or [module] for module in modules}
 
 
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config.json, with the wrapper's `model_type` where it has none."""
+    return {"model_type": config.get("model_type"), **text_config(config)}
+
+
 _STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
 
 
@@ -299,6 +313,15 @@ _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_project
 def engines() -> dict[str, Engine]:
     """Every engine in this folder, and of plug-ins, by the name that `--target` takes."""
     return discover_names(precisionctl.engines, "ENGINE", Engine, lambda engine: [engine.name])
+
+
+def engine_named(name: str, *others: str) -> Engine:
+    """The engine of a name. Raises RecipeError for another, with what is perhaps meant: an engine, or one of the
+    `others` that may stand in its place."""
+    known = engines()
+    if name not in known:
+        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, *others)))
+    return known[name]
 
 
 def _in_words(scheme: str) -> str:

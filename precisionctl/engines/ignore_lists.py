@@ -11,8 +11,6 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-import regex
-
 from precisionctl.errors import PrecisionError, shown
 
 
@@ -155,13 +153,15 @@ _MOST_COPIES = 1_000_000
 def _matches(pattern: str, module: str) -> bool:
     """Whether a regular expression matches at the start of a name. Raises PrecisionError for one that is invalid or
     takes too long."""
+    import regex  # here, because it takes 7 MB, and most commands match nothing
+
     left, began = _left.get([OF_ALL]), time.thread_time()
     try:
         _check_size(pattern)
         if left[0] < 0:
             raise TimeoutError
         return regex.match(pattern, module, timeout=SECONDS) is not None
-    except (regex.error, TimeoutError, RecursionError) as problem:
+    except (re.error, regex.error, TimeoutError, RecursionError) as problem:
         why = "takes too long" if isinstance(problem, TimeoutError) else f"cannot be read: {problem}"
         raise PrecisionError(f"the pattern {shown(pattern)} {why}", where="config.json") from None
     finally:
@@ -170,13 +170,13 @@ def _matches(pattern: str, module: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _check_size(pattern: str) -> None:
-    """Raises regex.error for a pattern that is large, or may be once compiled: what is within `+` stands there twice,
+    """Raises re.error for a pattern that is large, or may be once compiled: what is within `+` stands there twice,
     what is within `{n}` n times. Nothing is within more of them than there are brackets, and one."""
     if len(pattern) > _LONGEST:
-        raise regex.error(f"longer than {_LONGEST} letters")
+        raise re.error(f"longer than {_LONGEST} letters")
     if any(letter.isspace() for letter in pattern):  # `(?x)` skips it, within numbers too; names of modules have none
-        raise regex.error("blanks")
+        raise re.error("blanks")
     repeated = [int(count or 0) + 1 for count in re.findall(r"\{\D*(\d*)", pattern)] + [2] * pattern.count("+")
     deepest = sorted(repeated)[-1 - pattern.count("(") :]
     if len(pattern) * math.prod(deepest) > _MOST_COPIES:
-        raise regex.error("too many repetitions within each other")
+        raise re.error("too many repetitions within each other")

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
-"""From a config.json, the required keys that it lacks."""
+"""From the text model's part of a config.json, the required keys that it lacks, or has in words that the engine does
+not know. The part has the wrapper's `model_type` where it has none of its own."""
 
 
 OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "topk_method")
@@ -19,6 +20,18 @@ def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
             yield from (key for key in keys if config.get(key) is None)
 
     return lacks
+
+
+def of_minimax_m3(config: Mapping[str, Any]) -> Iterator[str]:
+    """The published words of MiniMax-M3's text model, which transformers reads and does not write. What turns is said
+    by `rope_parameters` there."""
+    if config.get("model_type") not in ("minimax_m3_vl", "minimax_m3_vl_text"):
+        return
+    if config.get("hidden_act") != "swigluoai":
+        yield "hidden_act"
+    rope = config.get("rope_parameters")
+    turning = [key for key in ("rope_theta", "partial_rotary_factor") if isinstance(rope, Mapping) and key in rope]
+    yield from (key for key in ("moe_layer_freq", "sparse_attention_config", *turning) if config.get(key) is None)
 
 
 def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
-from precisionctl.quant_methods.base import SQUARE
+from precisionctl.quant_methods.base import SQUARE, Block
 
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Fused in DeepSeek's attention. The second has 576 rows, not a multiple of 128; all engines but transformers serve it.
@@ -28,16 +27,6 @@ FUSED = (
     ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""
-
-CUT: Mapping[str, tuple[int, int]] = {
-    "block": SQUARE,
-    "mxfp8": (1, 32),
-    **{word: (1, NVFP4_GROUP) for word in ("nvfp4", "nvfp4a16", "NVFP4")},
-    **{word: (1, MXFP4_GROUP) for word in ("mxfp4", "MXFP4")},
-    "w4a16": (1, INT4_GROUP),
-}
-"""How many rows and columns share a scale, in schemes and in directories of which it is known; they are cut with a
-weight, so a part must have whole ones."""
 
 Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
@@ -84,11 +73,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 @dataclass(frozen=True)
 class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
-    key-value heads (`groups`)."""
+    key-value heads (`groups`); its `model_type`, where config.json says one."""
 
     heads: int
     groups: int
     ranks: int = 1
+    model_type: object = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
@@ -97,10 +87,11 @@ class ServingLayout:
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]
-        return cls(found[0], found[1], ranks)
+        return cls(found[0], found[1], ranks, config.get("model_type"))
 
-    def refusal(self, name: str, spec: TensorSpec, scheme: str, ragged: Ragged) -> str | None:
-        """Why an engine refuses the shape of a weight `[out, in]` under a scheme, in words; None if it takes it."""
+    def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
+        """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
+        takes it. Blocks are cut with a weight, so a part must have whole ones."""
         linear = name.removesuffix(".weight").rpartition(".")[2]
         parts, columns = self._parts(linear, spec.rows), spec.columns
         cut = linear in (*_BY_OUTPUTS, *_STORED_FUSED) and self.ranks > 1
@@ -113,9 +104,9 @@ class ServingLayout:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         if any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
-        if scheme not in CUT:
+        high, wide = block
+        if high is None or wide is None:  # no scale is cut with the inputs
             return None
-        high, wide = CUT[scheme]
         if columns % wide:
             return f"shape {shape}, whose inputs are not a multiple of {wide}"
         if any(rows % high for rows in parts) and (cut or not self._may_be_ragged(linear, parts, ragged)):

@@ -7,7 +7,7 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
 from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, IgnoreList
-from precisionctl.engines.required_keys import rotary_of_transformers_4
+from precisionctl.engines.required_keys import of_models, rotary_of_transformers_4
 from precisionctl.engines.rule import EngineRule
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
@@ -89,6 +89,10 @@ ENGINE = Engine(
             "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",
             "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
             fatal=False,
+        ),
+        of_models(("qwen3_moe", "qwen3_vl_moe_text"), "num_experts"): EngineRule(
+            "up to 1.2, whose transformers is 4.57, it knows this key alone, and takes 128 experts",
+            "TensorRT-LLM requirements.txt, transformers 4.57 configuration_qwen3_moe.py",
         ),
     },
     cache={

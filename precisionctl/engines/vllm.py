@@ -21,7 +21,7 @@ from precisionctl.engines.demands import (
 )
 from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
-from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
+from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
 
 ENGINE = Engine(
@@ -181,6 +181,11 @@ ENGINE = Engine(
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, which have no defaults",
             "vLLM models/deepseek_v4/nvidia/model.py, transformers_utils/configs/deepseek_v4.py",
+        ),
+        of_minimax_m3: EngineRule(
+            "its config takes the released model's layers, indexers and rotation where the published words do not say "
+            "others, and its MLPs know one activation",
+            "vLLM transformers_utils/configs/minimax_m3.py MiniMaxM3TextConfig, models/minimax_m3/nvidia/model.py",
         ),
     },
     cache={

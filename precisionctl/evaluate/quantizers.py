@@ -4,6 +4,7 @@ These are Quantizers, as trainer/backends/fp8_gemm.py defines them: each returns
 to, and the multiplier that decodes them.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,12 +85,14 @@ SMALLEST_TOKEN_SCALE = 1 / (448 * 512)
 @dataclass(frozen=True)
 class TokenInputs:
     """Inputs `[tokens, in]` with a scale_inv for each token, its amax / 448, divided by it as vLLM does
-    (dynamic_per_token_scaled_fp8_quant)."""
+    (dynamic_per_token_scaled_fp8_quant). A larger amax than `bound` is taken for that, and values beyond are cut off,
+    as there and in FBGEMM's quantize_fp8_per_row (`scale_ub`)."""
 
+    bound: float = math.inf
     words = "dynamic per-token"
 
     def quantize(self, values: Tensor) -> Quantized:
-        amax = values.abs().amax(1, keepdim=True).float()
+        amax = values.abs().amax(1, keepdim=True).float().clamp_max(self.bound)
         scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
         codes = torch.empty(values.shape, dtype=CODES.torch, device=values.device)
         numerics.encode_by_scale_inv(values, scale_inv, codes, numerics.scratch_for(values))

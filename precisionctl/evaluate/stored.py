@@ -7,9 +7,9 @@ next training step would use, and so does an export for Transformer Engine. A ch
 without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.engines.ignore_lists import in_time
 from precisionctl.evaluate.cache import round_cached
+from precisionctl.evaluate.input_formats import InputFormats
 from precisionctl.evaluate.quantizers import (
     GroupInputs,
     InputQuantizer,
@@ -49,7 +51,7 @@ from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES, CodeFormat, sized
+from precisionctl.quant_methods.base import CODES, IN_FP8, InputFormat
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
@@ -74,7 +76,8 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     if plain:
         return model, stored
     if not precision.fp8:
-        codes = _use_stored_codes(model, reader, plan)
+        with in_time():
+            codes = _use_stored_codes(model, reader, plan)
         words = f"{stored}, with {codes}" if codes and codes.startswith("weights") else codes or stored
         return model, words + _round_cache(model, reader, plan)
     if states:
@@ -126,32 +129,24 @@ def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precisio
     return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
 
 
-@runtime_checkable
-class _HasInputScales(Protocol):
-    """A reader that has static input scales: scale_inv by the weight's name."""
-
-    @property
-    def input_scales(self) -> Mapping[str, float]: ...
-
-
 def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
     largest of its weights and experts, as in engines. Linears whose inputs engines leave as they are, indexers, and
     DeepSeek-V4's projection by groups, compute with decoded weights. Returns the precision in words; None without
     codes.
     """
-    scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device, packed = model.output_weight.device, packings_of(reader)
     stored = [job for job in plan.jobs if not reader.encodings.keys().isdisjoint(job.reads)]
     if not stored:
         return None
-    found = stored_weight_encodings(reader)
-    method = method_of(found)
-    encodings = found if method else None
-    formats = method.read(found.quantization).formats if found and method else ()
-    fixed: dict[str, float] = {}
-    for job in stored:
-        fixed[job.module] = max(fixed.get(job.module, 0.0), *(scales.get(name, 0.0) for name in job.reads))
+    encodings = stored_weight_encodings(reader)
+    method = method_of(encodings)
+    formats = InputFormats(encodings, method) if encodings and method else None
+    fixed = dict.fromkeys((job.module for job in stored), 0.0)
+    if encodings:
+        modules = {name: job.module for job in stored for name in job.reads if name in encodings.weights}
+        for name, module in modules.items():
+            fixed[module] = max(fixed[module], encodings.input_scale(name) or 0.0)
     kinds: dict[str, None] = {}
     for job in stored:
         weight: Quantizer
@@ -161,17 +156,19 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
         if not isinstance(linear, Linear | GroupedLinear):
             kinds[f"weights from {name}"] = None
             continue
-        inputs = _packed_inputs(encodings, formats, job, packing, device) if encodings and packing else None
-        alone = bool(packing) or (encodings is not None and _alone(encodings, formats, job.reads[0]))
-        if inputs is None and alone:  # engines decode the weight, and cast no inputs
-            kinds[f"weights from {name}"] = None
+        made = formats.of(job.reads) if formats else IN_FP8
+        inputs = _packed_inputs(encodings, made, job, packing, device) if encodings and packing else None
+        if inputs is None and (packing or made is None or made.element is None):  # the weight is decoded
+            uncomputed = f" (not computed: inputs of {made.words})" if made and made.element is None else ""
+            kinds[f"weights from {name}{uncomputed}"] = None
             continue
         if inputs is not None:
             by_row = isinstance(inputs, Int8Inputs | Int8TokenInputs) and _by_row(reader, job)
             weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
             weight = (_stored_weight if _in_e4m3(reader, job) else _stored_blocks)(reader, job, plan, device)
-            inputs = _static_inputs(fixed[job.module], device) or TokenInputs()
+            bound = made.bound if made else math.inf
+            inputs = _static_inputs(fixed[job.module], device) or TokenInputs(bound)
         else:
             native = _in_e4m3(reader, job) and not fixed[job.module]
             squares = _stored_squares(reader, job, plan, device) if native else None
@@ -189,37 +186,30 @@ def _static_inputs(scale_inv: float, device: torch.device) -> StaticInputs | Non
 
 
 def _packed_inputs(
-    encodings: WeightEncodings, formats: Sequence[CodeFormat], job: Job, packing: Packing, device: torch.device
-) -> Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs | None:
+    encodings: WeightEncodings, made: InputFormat | None, job: Job, packing: Packing, device: torch.device
+) -> Nvfp4Inputs | Mxfp4Inputs | Int8Inputs | Int8TokenInputs | TokenInputs | None:
     """How engines round the inputs of weights that are packed codes; None where they do not. Of several scales that are
     computed as one, engines take the largest number that is stored, or, with zero points, the range of all."""
-    scales = [encodings.scales[name] for name in job.reads]
-    if any(each.input for each in scales):
-        stored = torch.stack([read_tensor(encodings.stored, each.input).reshape(()) for each in scales if each.input])
-        largest = stored.float().amax().to(device)
+    if given := [scale for name in job.reads if (scale := encodings.stored_input_scale(name)) is not None]:
+        stored = torch.stack(given)
+        largest = stored.amax().to(device)
         if packing.element.is_integer:
             zeros = [zero for name in job.reads if (zero := encodings.input_zero_point(name)) is not None]
             if not zeros:
                 return Int8Inputs(largest)
-            ranges = [stored.float() * (end - torch.tensor(zeros)) for end in (-128, 127)]
+            ranges = [stored * (end - torch.tensor(zeros)) for end in (-128, 127)]
             return Int8Inputs.of_range(ranges[0].amin().to(device), ranges[1].amax().to(device))
-        return Nvfp4Inputs(largest if scales[0].divides else largest.reciprocal())
-    form = next((form for form in formats if form.same_inputs and form.packing == packing), None)
-    if form is not None and packing.element.is_integer:
-        return Int8TokenInputs(form.input_zero_point is not None)
-    return Mxfp4Inputs(form.even_inputs) if form else None
+        return Nvfp4Inputs(largest if encodings.scales[job.reads[0]].divides else largest.reciprocal())
+    if made is None or made.element is None:
+        return None
+    if made.element.is_fp8:
+        return TokenInputs()
+    return Int8TokenInputs(made.zero_point) if made.element.is_integer else Mxfp4Inputs(made.even)
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
     """Whether the scales can be applied to a GEMM's result: one per output channel, or one for the whole weight."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
-
-
-def _alone(encodings: WeightEncodings, formats: Sequence[CodeFormat], name: str) -> bool:
-    """Whether the config says of FP8 weights like this one that their inputs stay as they are."""
-    spec, block = encodings.weights[name], encodings.scales[name].block
-    alike = (form for form in formats if form.packing is None and sized(form.block, spec) == block)
-    return not any(form.same_inputs for form in alike)
 
 
 def _in_e4m3(reader: Reader, job: Job) -> bool:

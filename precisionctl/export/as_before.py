@@ -48,13 +48,13 @@ class AsBefore:
             if names := [name for name in job.writes if name in encodings.weights]:
                 encodes[job.name] = Encode(
                     {name: replace(encodings.scales[name], block=self._block(name)) for name in names},
-                    input_scales=self._input_scales(names, job),
+                    known=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
         rest = self._cache_scales(plan)
         if encodes and rest:  # written by the first job that encodes
             first, encode = next(iter(encodes.items()))
-            encodes[first] = replace(encode, input_scales={**encode.input_scales, **rest})
+            encodes[first] = replace(encode, known={**encode.known, **rest})
         return encodes
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -66,7 +66,7 @@ class AsBefore:
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         stored = self.encodings.stored.specs
-        return {name: stored[name] for encode in encodes.values() for name in encode.input_scales}
+        return {name: stored[name] for encode in encodes.values() for name in encode.known}
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
         return self.encodings.quantization

@@ -182,7 +182,7 @@ class InScheme:
                 encode = self._encode(job, plan)
                 others = {other.writes[0]: other.reads[0] for other in group if other is not job}
                 given = self._input_scales(encode, group)
-                encodes[job.name] = replace(encode, shared=True, alongside=others, input_scales=given)
+                encodes[job.name] = replace(encode, shared=True, alongside=others, known=given)
         return encodes
 
     def _input_scales(self, encode: Encode, group: Sequence[Job]) -> dict[str, float]:
@@ -197,7 +197,7 @@ class InScheme:
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.weights}
-        return Encode(scales, input_scales={}, numbers=self.format.numbers)
+        return Encode(scales, known={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
@@ -236,7 +236,8 @@ def served(plan: Plan, ranks: int) -> ServingLayout:
     """How a plan's model is laid out on this many GPUs."""
     if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
         return ServingLayout.of(plan.model.config)
-    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+    model = plan.model
+    return ServingLayout(model.num_attention_heads, model.num_query_groups, ranks, model.architecture)
 
 
 def in_scheme(

@@ -104,7 +104,7 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, DType.float32) for name in values}
             encode = job.encode or Encode({}, {})
-            job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
+            job = replace(job, encode=replace(encode, known={**encode.known, **values}))
         jobs.append(job)
     quantization = {**plan.quantization, **spelling.config}
     files = form.spelling.files(quantization)

@@ -34,19 +34,22 @@ def best_scheme(
     states: Fp8States | None,
     encodings: WeightEncodings | None,
     why_no_state: str,
+    *,
+    are_codes: bool,
 ) -> tuple[Scheme, str]:
-    """The scheme for a plan in BF16, and the reason in words. `encodings` is how the source's weights are encoded, if
-    they are codes; `why_no_state` says why there are no `states`.
+    """The scheme for a plan in BF16, and the reason in words. `encodings` is how the source's weights are encoded
+    (`are_codes`), or once were; `why_no_state` says why there are no `states`.
 
     The order of preference: a scheme with which existing codes can stay as they are; `static`, if inputs were recorded
-    over several steps, as it saves the engine a pass over each input; then the first of the engine's other schemes, a
-    scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Four bits are only written
-    if they are asked for. Raises PrecisionError if the engine takes none of them.
+    over several steps, as it saves the engine a pass over each input; the scheme of the codes that weights once were,
+    which those that have not changed become again; then the first of the engine's other schemes, a scale for each
+    channel, for which any FP8 GPU has kernels, before a scale for each block. Four bits are only written if they are
+    asked for. Raises PrecisionError if the engine takes none of them.
     """
     schemes, jobs = schemes_of(engine, plan, precision), fp8_jobs(plan, precision)
-    for scheme in schemes:
-        if encodings and _is_coded(encodings, scheme):
-            return scheme, "the weights are FP8 codes of that kind already"
+    coded = next((scheme for scheme in schemes if encodings and _is_coded(encodings, scheme)), None)
+    if coded and are_codes:
+        return coded, "the weights are FP8 codes of that kind already"
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
         try:
@@ -59,6 +62,8 @@ def best_scheme(
             why = missing.what
             if not isinstance(missing, Unrecordable):
                 why += ". For static input scales, record them with `precisionctl calibrate`"
+    if coded and coded != "static":
+        return coded, "the weights were FP8 codes of that kind, and those that have not changed get them again"
     for scheme in schemes:
         if scheme != "static":
             return scheme, why

@@ -29,7 +29,8 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     """The jobs for the optimizer's tensors of the parameters in `jobs`, with the `masters` or without.
 
     From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros
-    that only Megatron has were never trained. Raises MappingError for state of no parameter, and MissingTensor for a
+    that only Megatron has were never trained. An indexer may have no moments: no gradient comes to it in transformers.
+    Then they are zeros, with which AdamW begins. Raises MappingError for state of no parameter, and MissingTensor for a
     parameter with moments of some of its tensors, or of others alone. Matrices may have Muon's momentum in their place,
     for Megatron all that its Muon takes.
     """
@@ -48,12 +49,15 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
             who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")
             what = f"`{job.reads[0]}` was trained by {who}, and Megatron's Muon {does}: it takes all matrices but "
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
+        no_gradient = whole and job.row.layers == "indexed" and not any(stored)
         usual: tuple[str, ...] = ("param", MOMENTUM) if by_muon else KINDS
         for kind in dict.fromkeys((*(usual if whole else ()), *(kind for each in stored for kind in each))):
             reads = tuple(state_name(kind, name) for name in job.reads)
             lacking = [read for read, each in zip(reads, stored, strict=True) if kind not in each]
             if kind == "param" and lacking == [*reads]:
                 reads = job.reads
+            elif no_gradient:
+                reads = ()
             elif lacking:
                 missing += lacking
                 continue

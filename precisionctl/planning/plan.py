@@ -34,7 +34,7 @@ class Encode:
     """Which weights of a job become codes, in their target's dtype, and which scales are written with them.
 
     `weights`: for each such weight, its Scales: how many rows and columns share a scale, and the tensors for the grid
-    of `scale_inv` and the rest of the encoding. The job's other tensors stay values. `input_scales`: tensors with a
+    of `scale_inv` and the rest of the encoding. The job's other tensors stay values. `known`: tensors with a
     single number that is already known, and that number: scales of inputs, or of a KV cache.
 
     `shared`: all weights get the one scale (with four bits: the one global scale) of their joint amax. Engines compute
@@ -44,7 +44,7 @@ class Encode:
     """
 
     weights: Mapping[str, Scales]
-    input_scales: Mapping[str, float]
+    known: Mapping[str, float]
     shared: bool = False
     numbers: Numbers = "FP32"
     alongside: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Encode:
     @property
     def scale_tensors(self) -> tuple[str, ...]:
         """The names of the tensors that are written beside the codes."""
-        return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.input_scales)
+        return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.known)
 
 
 @dataclass(frozen=True, slots=True)

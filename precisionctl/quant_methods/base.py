@@ -7,6 +7,7 @@ gives. Every scale tensor of a weight holds scale_inv, whatever its name: the de
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import precisionctl.quant_methods
 from precisionctl.discover import discover_names
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, E4M3, Packing
+from precisionctl.fp8.elements import E2M1, E4M3, Element, Packing
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.param import TensorSpec
@@ -74,6 +75,26 @@ EXPONENTS = (DType.uint8, DType.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
+class InputFormat:
+    """What engines round inputs to, by scales that they make where none is fixed: an `element`, under a scale for each
+    token, or for each of the groups that weights in the same format have. None: something that is not computed here,
+    which `words` name.
+
+    `even`: MXFP4 under the scales of `group_scales.mxfp4_scales`. `zero_point`: integers with one for each token.
+    `bound`: a token's amax is cut off there.
+    """
+
+    element: Element | None
+    words: str = ""
+    even: bool = False
+    zero_point: bool = False
+    bound: float = math.inf
+
+
+IN_FP8 = InputFormat(E4M3)
+
+
+@dataclass(frozen=True)
 class CodeFormat:
     """What the codes of a weight are, and which tensors hold the rest of its encoding: a row of a method's table.
 
@@ -82,8 +103,7 @@ class CodeFormat:
     weight, None for those that the format does not have: `global_scale`, FP32, which `divides` or multiplies the scales
     of blocks; `zero_points`, integers packed along rows; the weight's `shape`; `input`, the fixed scale of its input,
     global where there is a global scale; and `input_zero_point`, beside it or, as the scale, found by the engine.
-    `same_inputs`: engines round inputs to the same format, by scales that they make where none is fixed; `even_inputs`:
-    those of MXFP4 under the scales of `group_scales.mxfp4_scales`.
+    `inputs` is None where these stay as they are, unless a fixed scale says what they become.
     """
 
     block: Block
@@ -95,8 +115,7 @@ class CodeFormat:
     shape: str | None = None
     input: str | None = None
     input_zero_point: str | None = None
-    same_inputs: bool = False
-    even_inputs: bool = False
+    inputs: InputFormat | None = None
 
     @property
     def name(self) -> str:
@@ -118,11 +137,14 @@ class Quantization:
     """The content of a `quantization_config`.
 
     `formats` are the formats that weights may have; if there are several, a weight's tensors decide. `static` says
-    whether inputs have fixed scales; None if some have and some have not.
+    whether inputs have fixed scales; None if some have and some have not. `by_target` has the formats of the parts of a
+    config that has several, by each module, pattern or class that a part is for, in the config's order; those of all
+    others under an empty target.
     """
 
     formats: tuple[CodeFormat, ...]
     static: bool | None
+    by_target: Mapping[str, tuple[CodeFormat, ...]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -149,17 +171,21 @@ class Quantization:
         return self
 
 
-def in_fp8(blocks: Iterable[Block], static: bool | None, *, same_inputs: bool = True) -> Quantization:
+def in_fp8(blocks: Iterable[Block], static: bool | None, *, inputs: InputFormat | None = IN_FP8) -> Quantization:
     """FP8 codes with scales for such blocks, and inputs in FP8, or as they are."""
-    return Quantization(tuple(CodeFormat(block, same_inputs=same_inputs) for block in blocks), static)
+    return Quantization(tuple(CodeFormat(block, inputs=inputs) for block in blocks), static)
 
 
-def together(parts: Iterable[Quantization]) -> Quantization:
-    """The Quantization of a config that has several `parts`, for groups of modules or for layers."""
+def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantization:
+    """The Quantization of a config that has several `parts`, each with what it is for: names or patterns of modules, or
+    classes."""
     listed = list(parts)
-    static = {part.static for part in listed}
-    formats = dict.fromkeys(form for part in listed for form in part.formats)
-    return Quantization(tuple(formats), static.pop() if len(static) == 1 else None)
+    static = {part.static for _, part in listed}
+    formats = dict.fromkeys(form for _, part in listed for form in part.formats)
+    by_target: dict[str, tuple[CodeFormat, ...]] = {}
+    for targets, part in listed:
+        by_target |= {target: part.formats for target in targets if target not in by_target}
+    return Quantization(tuple(formats), static.pop() if len(static) == 1 else None, by_target)
 
 
 @dataclass(frozen=True, slots=True)

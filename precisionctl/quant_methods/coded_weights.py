@@ -58,11 +58,12 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, and where
-    the rest of the encoding is."""
+    """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, in which
+    `form`, and where the rest of the encoding is."""
 
     codes: str
     spec: TensorSpec
+    form: CodeFormat
     scales: Scales
 
 
@@ -148,7 +149,7 @@ def _coded(
     largest = input_largest(spec)
     scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape, of_input, largest)
     check_other_tensors(scales, spec, specs, where)
-    return CodedWeight(codes, spec, scales)
+    return CodedWeight(codes, spec, form, scales)
 
 
 def input_largest(weight: TensorSpec) -> float:

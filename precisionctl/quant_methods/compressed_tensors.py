@@ -11,7 +11,7 @@ from typing import Any
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.fp8.elements import E2M1, INT4, INT8, INT8_PLUS_128, Packing
+from precisionctl.fp8.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, Element, Packing
 from precisionctl.quant_methods.base import (
     BLOCKS,
     CHANNEL,
@@ -22,6 +22,7 @@ from precisionctl.quant_methods.base import (
     Block,
     CacheSpelling,
     CodeFormat,
+    InputFormat,
     Quantization,
     QuantMethod,
     Scheme,
@@ -109,7 +110,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
     """
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
-    parts = [_group(group, config.get("format")) for group in groups]
+    parts = [(_targets(group), _group(group, config.get("format"))) for group in groups]
     if not parts:
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
@@ -124,9 +125,7 @@ def _group(group: object, layout: object) -> Quantization:
     """`layout` is the config's `format`, for groups that have none of their own."""
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     if weights is not None and weights.get("num_bits") == 4:
-        form = _four_bits(weights)
-        same = form == _MXFP4 and inputs is not None and inputs.get("num_bits") == 4
-        return Quantization((replace(form, same_inputs=same),), None)
+        return Quantization((_four_bits(weights, inputs),), None)
     if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
         own = group.get("format") if isinstance(group, Mapping) else None
         return _int8(weights, inputs, own or layout)
@@ -144,19 +143,39 @@ def _group(group: object, layout: object) -> Quantization:
     else:
         raise _unread(f"strategy {shown(strategy)}")
     static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
-    return in_fp8([block], static, same_inputs=inputs is not None)
+    return in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
 
 
-def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:
+def _inputs(inputs: Mapping[str, Any] | None, known: Sequence[Element]) -> InputFormat | None:
+    """What inputs become, of the formats that are `known` beside such weights; None where they stay as they are."""
+    if inputs is None:
+        return None
+    bits, kind = inputs.get("num_bits", 8), inputs.get("type", "int")
+    for element in known:
+        if (bits, kind) == (element.bits, "int" if element.is_integer else "float"):
+            return InputFormat(element, zero_point=element.is_integer and inputs.get("symmetric", True) is not True)
+    said = (f"{key} {shown(inputs[key])}" for key in ("num_bits", "type", "strategy", "dynamic") if key in inputs)
+    return InputFormat(None, ", ".join(said))
+
+
+def _targets(group: object) -> list[str]:
+    """The names, patterns and classes of modules that a group is for."""
+    found = group.get("targets") if isinstance(group, Mapping) else None
+    return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
+
+
+def _four_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> CodeFormat:
     kind, strategy, size = (weights.get(key) for key in ("type", "strategy", "group_size"))
     symmetric = _symmetric(weights)
     if kind == "float" and symmetric and (strategy, size) == ("tensor_group", 16):
-        return _NVFP4
+        made = _inputs(inputs, (E2M1,))
+        return _NVFP4 if made is None or made.element else replace(_NVFP4, inputs=made)  # theirs is a fixed scale
     if kind == "float" and symmetric and (strategy, size) == ("group", 32):
-        return _MXFP4
+        return replace(_MXFP4, inputs=_inputs(inputs, (E2M1,)))
     if kind != "int":
         raise _unread(f"4-bit {shown(kind)} weights of strategy {shown(strategy)}, groups of {shown(size)}")
-    form = replace(_INT4, block=_block_of_integers(weights))
+    by_token = inputs is None or (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
+    form = replace(_INT4, block=_block_of_integers(weights), inputs=_inputs(inputs, (E4M3,) if by_token else ()))
     return form if symmetric else replace(form, zero_points="weight_zero_point")
 
 
@@ -180,9 +199,10 @@ def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: 
     by_token = (inputs.get("strategy"), inputs.get("dynamic", False)) == ("token", True)
     if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, "int") or not (fixed or by_token):
         raise _unread("inputs of 8-bit integer weights are no 8-bit integers under one fixed scale, or one of a token")
-    zero_point = None if inputs.get("symmetric", True) is True else "input_zero_point"
+    made = _inputs(inputs, (INT8,)) if by_token else None
+    zero_point = None if by_token or inputs.get("symmetric", True) is True else "input_zero_point"
     given = "input_scale" if fixed else None
-    forms = [replace(form, input=given, input_zero_point=zero_point, same_inputs=by_token) for form in forms]
+    forms = [replace(form, input=given, input_zero_point=zero_point, inputs=made) for form in forms]
     return Quantization(tuple(forms), fixed)
 
 

@@ -19,6 +19,7 @@ from precisionctl.quant_methods.base import (
     TENSOR,
     CacheSpelling,
     CodeFormat,
+    InputFormat,
     Quantization,
     QuantMethod,
     Scheme,
@@ -85,8 +86,8 @@ _READ: Mapping[str, Quantization] = {
     "MXFP8": in_fp8([(1, 32)], False),
     "NVFP4": Quantization((_NVFP4,), None),
     "W4A16_NVFP4": Quantization((_NVFP4,), None),
-    "MXFP4": Quantization((replace(_MXFP4, same_inputs=True),), None),
-    "W4A8_MXFP4_FP8": Quantization((_MXFP4,), None),
+    "MXFP4": Quantization((replace(_MXFP4, inputs=InputFormat(E2M1)),), None),
+    "W4A8_MXFP4_FP8": Quantization((replace(_MXFP4, inputs=InputFormat(None, "W4A8_MXFP4_FP8")),), None),
 }
 """`quant_algo`; some are spelled in lower case, `fp8_pb_wo` and `mxfp4` (modelopt/torch/export/quant_utils.py)."""
 
@@ -101,11 +102,12 @@ _OTHERWISE = {
 
 def read(config: Mapping[str, Any]) -> Quantization:
     """`MIXED_PRECISION` names the algorithm of each layer."""
-    algorithms = [config.get("quant_algo")]
+    algorithms, named = [config.get("quant_algo")], [""]
     if algorithms == ["MIXED_PRECISION"]:
-        layers = config.get("quantized_layers")
-        listed = list(layers.values()) if isinstance(layers, Mapping) else []
-        algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in listed]
+        found = config.get("quantized_layers")
+        layers = found if isinstance(found, Mapping) else {}
+        algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in layers.values()]
+        named = list(layers)
     parts = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
     if not parts or None in parts:
         unread = next((name for name, part in zip(algorithms, parts, strict=True) if part is None), None)
@@ -115,7 +117,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
             where="config.json",
             do=f"Known: {', '.join(_READ)}. Start from the unquantized model.",
         )
-    return together(part for part in parts if part is not None)
+    return together(([name], part) for name, part in zip(named, parts, strict=True) if part is not None)
 
 
 QUANT_METHOD = QuantMethod(

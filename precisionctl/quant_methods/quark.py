@@ -17,6 +17,7 @@ from precisionctl.quant_methods.base import (
     EXPONENTS,
     TENSOR,
     CodeFormat,
+    InputFormat,
     Quantization,
     QuantMethod,
     in_fp8,
@@ -45,13 +46,13 @@ def read(config: Mapping[str, Any]) -> Quantization:
             name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
             if any(word in str(name).lower() for word in _NOT_WEIGHTS):
                 raise _unread(f"codes of {shown(name)} are not the weights")
-    layers = [_part(config, "global_quant_config")]
+    layers = [("", _part(config, "global_quant_config"))]
     for key in ("layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config"):
         by_name = _part(config, key)
-        layers += [_part(by_name, name) for name in by_name]
-    for layer in layers:
+        layers += [(name, _part(by_name, name)) for name in by_name]
+    for _, layer in layers:
         _check_outputs(layer)
-    parts = [_layer(layer) for layer in layers if layer.get("weight")]
+    parts = [([name], _layer(layer)) for name, layer in layers if layer.get("weight")]
     if not parts:
         raise _unread("no weight is quantized")
     return together(parts)
@@ -87,7 +88,7 @@ def _mxfp4(inputs: Mapping[str, Any]) -> Quantization:
     how = tuple(inputs.get(key) for key in ("dtype", "qscheme", "group_size", "scale_format", "is_dynamic"))
     if how != ("fp4", "per_group", 32, "e8m0", True) or inputs.get("scale_calculation_mode", "even") != "even":
         raise _unread(f"inputs of MXFP4 weights are {_in_words(inputs)}")
-    return Quantization((replace(_MXFP4, same_inputs=True, even_inputs=True),), None)
+    return Quantization((replace(_MXFP4, inputs=InputFormat(E2M1, even=True)),), None)
 
 
 def _check_outputs(layer: Mapping[str, Any]) -> None:

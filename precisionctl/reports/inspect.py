@@ -28,6 +28,7 @@ from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import stored_model
+from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
 from precisionctl.torch_when_used import torch
@@ -126,7 +127,7 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
     reasons = why_not_gemms(reader.specs)
     linears = {name: spec for name, spec in reader.specs.items() if name not in reasons and not is_slice(name)}
     served = ServingLayout.of(model.config)
-    refused = {name: why for name, spec in linears.items() if (why := served.refusal(name, spec, "dynamic", "last"))}
+    refused = {name: why for name, spec in linears.items() if (why := served.refusal(name, spec, CHANNEL, "last"))}
     reasons |= refused | dict.fromkeys(along_with(refused, linears), "computed with one of a shape that is refused")
     found: dict[tuple[str, str | None], int] = Counter()
     for name, spec in reader.specs.items():

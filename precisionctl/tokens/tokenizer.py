@@ -96,6 +96,11 @@ class Tokenizer:
         return digest.hexdigest()
 
     @property
+    def is_there(self) -> bool:
+        """Whether the files have any tokens."""
+        return any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS)
+
+    @property
     def end(self) -> int:
         """The end-of-text token."""
         return self._loads().end
@@ -173,7 +178,7 @@ class Tokenizer:
             "Copy its files (tokenizer.json, tokenizer_config.json, ...) from the model that it belongs to, to where "
             "config.json is; in a Megatron checkpoint that is precisionctl/hf. For `resume` a --reference will do."
         )
-        if not any(fnmatchcase(name, each) for name in self._files for each in _WITH_TOKENS):
+        if not self.is_there:
             raise DataError("the checkpoint has no tokenizer", where=self._path or named, do=do)
         if nbytes > LARGEST:
             raise DataError(

@@ -176,10 +176,9 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
     with together() as ranks:
         plan = plan_run(settings, read_recipe(settings), ranks.count, engine)
         with open_tokenizer(plan.source.companions, plan.source.path) as tokenizer:
-            tokenizer.check()
             for data in filter(None, (plan.recipe.data, plan.held_out)):
                 for path in data.paths:
-                    check_there(path)
+                    check_there(path, tokenizer)
         saved, train = run_in_folder(plan), plan.recipe.train
         step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
         ahead = engine.look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)

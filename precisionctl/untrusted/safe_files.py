@@ -59,7 +59,8 @@ def check_link(path: Path, directory: Path) -> None:
         raise DamagedCheckpoint(
             f"a symbolic link leads out of the directory, to {path.resolve()}",
             where=path,
-            do="Replace the link by the file itself, or give the directory that it leads to.",
+            do="Such links are not followed, as they may lead anywhere. Give the directory that it leads to, or "
+            "replace links by the files: as hard links (`cp -rlL LINKS NEW`) these take no space.",
         )
 
 

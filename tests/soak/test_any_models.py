@@ -11,7 +11,7 @@ from conversions import run
 
 from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.codes import engine_named
+from precisionctl.engines.base import engine_named
 from precisionctl.verify.engine_rules import check
 
 KINDS = (

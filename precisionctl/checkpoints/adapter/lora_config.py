@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.errors import DamagedCheckpoint, MappingError, shown
 from precisionctl.untrusted.safe_files import read_file
@@ -82,6 +80,8 @@ class Alphas:
     """
 
     def __init__(self, patterns: Mapping[str, float]) -> None:
+        import regex  # here, as `ignore_lists.py` does
+
         self._patterns = [(regex.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in patterns.items()]
         self._left = SECONDS
 
@@ -185,6 +185,8 @@ def _is_harmless(pattern: str) -> bool:
         or not _REPEATS_NO_MORE.fullmatch(pattern)
     ):
         return False
+    import regex
+
     try:
         regex.compile(f"({pattern})")
     except regex.error:

@@ -12,7 +12,7 @@ from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatr
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
@@ -120,13 +120,13 @@ class MegatronDirectory(ABC):
 
     @property
     def companions(self) -> Companions:
-        """The companion files of the reference that the user named, else the checkpoint's own."""
-        return self.hints.companions or self.own_companions
+        """The checkpoint's own companion files, or those of a reference that it needs."""
+        return needed(self.hints, self.own_companions).companions or self.own_companions
 
     @cached_property
     def towers(self) -> Chunked:
         """A wrapper's towers, by their names in a plan: from where its companion files are."""
-        return self.hints.towers or stored_towers(self.path)
+        return needed(self.hints, self.own_companions).towers or stored_towers(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

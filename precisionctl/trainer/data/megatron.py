@@ -49,7 +49,8 @@ def prefix_of(path: Path) -> Path | None:
 
 
 def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
-    """The token ids in `.bin`, memory-mapped; as in Megatron, nothing is inserted between documents.
+    """The token ids in `.bin`, memory-mapped; as in Megatron, nothing is inserted between documents. A checkpoint
+    without a tokenizer will do; rows are then padded with token 0.
 
     They are read once, for the largest id, a hash and first targets, which are kept in `cache`. Raises DataError for
     files that are damaged, have images (sequences with modes), or negative ids.
@@ -150,7 +151,7 @@ def _look_through(
 ) -> About:
     """Read all ids once: their hash, the largest, and whether documents end in the end-of-text token; and what is to be
     learned, of which the first targets go into `folder`."""
-    end = tokenizer.end
+    end = tokenizer.end if tokenizer.is_there else 0
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
     for start in range(0, len(ids), _AT_ONCE):
         piece = ids[start : start + _AT_ONCE]
@@ -162,6 +163,9 @@ def _look_through(
         digest.update(learned.data)
         _first_targets(learned, ends).tofile(folder / FIRST)
         return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
+    if not tokenizer.is_there:
+        unknown = "there is no tokenizer, so it is not known whether documents end in its end-of-text token"
+        return About(len(ids), None, largest, digest.hexdigest(), end, [unknown])
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
     unended = int((ids[last] != end).sum())
     documents = counted(unended, "document does", "documents do")

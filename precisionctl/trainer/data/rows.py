@@ -182,10 +182,13 @@ def check_path(data: StrPath) -> None:
         check_named(data)
 
 
-def check_there(data: StrPath) -> None:
-    """Raise DataError if there is nothing for `load_rows`; no file is read."""
-    if megatron.prefix_of(Path(data)) is None:
+def check_there(data: StrPath, tokenizer: Tokenizer) -> None:
+    """Raise DataError if there is nothing for `load_rows`, or not the tokenizer that it needs; no file is read."""
+    is_text = megatron.prefix_of(Path(data)) is None
+    if is_text:
         source_of(data)
+    if is_text or tokenizer.is_there:
+        tokenizer.check()
 
 
 def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, data: StrPath) -> Rows:

@@ -61,7 +61,7 @@ class BytesKept:
     and of a weight (`codes`). Bytes that a layer's backward takes meanwhile, for each element of what an MLP's
     activation reads (`activated`), and of the largest of what other GEMMs read or make (`working`). A layer's channels
     are divided by `tensor` ranks, its tokens between GEMMs by `tokens` ranks. `kernels`: one kernel each computes
-    SwiGLU (gpu_kernels.py) and attention (TE's), as on a GPU."""
+    SwiGLU (gpu_kernels.py) and attention (TE's), as on a GPU. So many `rows` are in a pass, and share masks."""
 
     norm: int
     input: float
@@ -71,6 +71,7 @@ class BytesKept:
     tensor: int = 1
     tokens: int = 1
     kernels: bool = False
+    rows: int = 1
 
     @staticmethod
     def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "BytesKept":
@@ -85,7 +86,8 @@ class BytesKept:
         working = 12 if emulated and fp8 else 8
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model) else working
-        return BytesKept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels)
+        rows = recipe.train.micro_batch_size
+        return BytesKept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels, rows)
 
 
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
@@ -114,7 +116,18 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
         made += read + _attention(attention, kept, length, shares_kv, of_blocks) / kept.tensor
+        made += _mask(model, layer, kept, length)
     return made
+
+
+def _mask(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
+    """Bytes for each token of which tokens each of them sees, where kernels do not know that by themselves: a number of
+    BF16 that is added to scores, or with a cap a byte. All rows of a pass share it, and no ranks divide it."""
+    if model.attn_logit_softcapping is not None:
+        return length / kept.rows
+    by_kernels = kept.kernels and not model.softmax_offset
+    narrow = model.in_window(layer) and model.sliding_window is not None and model.sliding_window < length
+    return 2 * length / kept.rows if narrow and not by_kernels else 0
 
 
 def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool, of_blocks: bool) -> float:

@@ -50,6 +50,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
+    "moe.expert_bias_on_logits": ANY,
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
@@ -77,9 +78,6 @@ GROUPED_QUERIES_ALONE: Mapping[str, object] = {
 BESIDE_MLA: Mapping[str, object] = {**GROUPED_QUERIES_ALONE, "rotary_percent": 1.0}
 """What layers with latent attention compute of these."""
 
-BESIDE_EXPERTS: Mapping[str, object] = {"pre_layernorms": True}
-"""What layers with experts compute of these; dense ones heed them."""
-
 BESIDE_DELTA_NETS: Mapping[str, object] = {
     "parallel_residual": False,
     "add_bias_linear": False,
@@ -97,7 +95,7 @@ BESIDE_SHORT_CONVS: Mapping[str, object] = {
 """What a model with short convolutions computes of these."""
 
 BESIDE_MIXERS: Mapping[str, object] = {
-    **BESIDE_EXPERTS,
+    "pre_layernorms": True,
     **dict.fromkeys(("mla", "dsa", "gdn", "attention_chunk_size", "per_layer_embed_dim"), None),
     "parallel_residual": False,
     "post_layernorms": False,
@@ -145,7 +143,6 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
             yield name, value
     beside = {
         **(BESIDE_MLA if model.mla else {}),
-        **(BESIDE_EXPERTS if model.moe else {}),
         **(BESIDE_DELTA_NETS if model.gdn else {}),
         **(BESIDE_SHORT_CONVS if model.short_conv else {}),
         **(BESIDE_MIXERS if model.mamba else {}),

@@ -48,7 +48,7 @@ class Layer(ResidualLayer):
         later = range(number + 1, model.num_layers)
         self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
         moe = model.moe if model.has_experts(number) else None
-        own_norm = moe and not moe.own_norms and not model.one_layernorm
+        own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
         self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:

@@ -223,7 +223,8 @@ class Router(nn.Module):
         softmax = self.moe.score_function == "softmax"
         of_chosen = softmax and not self.moe.pre_softmax
         scores = logits if of_chosen and not self.moe.expert_bias else SCORES[self.moe.score_function](logits)
-        wanted = scores if self.expert_bias is None else scores + self.expert_bias
+        biased = logits if self.moe.expert_bias_on_logits else scores
+        wanted = scores if self.expert_bias is None else biased + self.expert_bias
         if self.tid2eid is None:
             chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
         else:

@@ -270,5 +270,5 @@ def sliding_window_mask(length: int, window: int | None, device: torch.device) -
     if window is None or window >= length:
         return None
     place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
+    first = place[:, None] - window  # of comparisons alone: a matrix of distances would take eight bytes for each pair
+    return (place <= place[:, None]) & (place > first)

@@ -1,0 +1,53 @@
+"""What engines round the inputs of stored codes to, as the config says it.
+
+Which format a weight has follows from its tensors. Of inputs there is no tensor where engines make their scales. So
+where a config has formats that differ in these alone, its lists of modules decide, matched as engines match them.
+"""
+
+from collections.abc import Sequence
+
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, BY_PATH
+from precisionctl.errors import PrecisionError
+from precisionctl.quant_methods.base import CodeFormat, InputFormat, QuantMethod, sized
+
+_MATCHING = {"compressed-tensors": BY_NAME_OR_REGEX, "quark": BY_GLOB}
+_OF_CLASSES = ("Linear", "")
+"""Targets that mean all linears that no other target names: theirs first, then the config's own default."""
+
+
+class InputFormats:
+    """The InputFormat of each weight that is stored as codes in a directory of a quant method."""
+
+    def __init__(self, encodings: WeightEncodings, method: QuantMethod) -> None:
+        self._encodings = encodings
+        quantization, matching = method.read(encodings.quantization), _MATCHING.get(method.name, BY_PATH)
+        by_target = quantization.by_target
+        self._all = quantization.formats
+        targets: dict[tuple[CodeFormat, ...], list[str]] = {}
+        for target, forms in by_target.items():
+            targets.setdefault(forms, []).append(target)
+        self._named = [(matching.of(each), forms) for forms, each in targets.items()]
+        self._others = [by_target[target] for target in _OF_CLASSES if target in by_target]
+
+    def of(self, names: Sequence[str]) -> InputFormat | None:
+        """What the inputs of weights become that are computed as one; None where these stay as they are. Raises
+        PrecisionError where the config does not say it, or not the same of all."""
+        found = {made for name in names for made in self._of(name)}
+        if len(found) != 1:
+            what = f"the config has several formats of inputs, and does not give `{names[0]}` one of them"
+            raise PrecisionError(what, where="config.json", do="Compare its groups with the names of the weights.")
+        return found.pop()
+
+    def _of(self, name: str) -> set[InputFormat | None]:
+        found = self._fitting(name, self._all)
+        if len(found) == 1:
+            return found
+        module = name.partition("[")[0].removesuffix(".weight")
+        named = [forms for means, forms in self._named if means(module)]
+        return next(filter(None, (self._fitting(name, forms) for forms in [*named, *self._others])), found)
+
+    def _fitting(self, name: str, forms: Sequence[CodeFormat]) -> set[InputFormat | None]:
+        """What those formats round inputs to that a weight's codes and scales can have."""
+        spec, block = self._encodings.weights[name], self._encodings.scales[name].block
+        return {form.inputs for form in forms if form.packing == spec.packing and sized(form.block, spec) == block}
