@@ -192,7 +192,9 @@ class GatedDeltaNet:
 
     `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
     serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
-    `conv_kernel_dim` taps, one for each channel.
+    `conv_kernel_dim` taps, one for each channel. With `allow_neg_eigval` learning rates are up to 2, and not to 1.
+    `norm_epsilon` is that of the norm of what heads give (None: as all norms of the model). Such a layer has norms
+    before attention and MLP alone, whatever the others have.
 
     With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
     each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
@@ -206,6 +208,8 @@ class GatedDeltaNet:
     key_head_dim: int
     value_head_dim: int
     conv_kernel_dim: int
+    allow_neg_eigval: bool = False
+    norm_epsilon: float | None = None
     kda: bool = False
     kda_lora_rank: int | None = None
     kda_lower_bound: float | None = None
@@ -214,6 +218,8 @@ class GatedDeltaNet:
         sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         for name in (*sizes, *(() if self.kda_lora_rank is None else ("kda_lora_rank",))):
             check_size(getattr(self, name), name)
+        if self.norm_epsilon is not None:
+            real(self.norm_epsilon, "norm_epsilon of a gated delta net")
         if self.num_value_heads % self.num_key_heads or (self.kda and self.num_value_heads != self.num_key_heads):
             raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
         bound = self.kda_lower_bound
@@ -261,17 +267,37 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """Layers with a short gated convolution in the place of attention (LFM2). `layers` has an entry for each layer of
+    the decoder: whether it is one. Each channel of the hidden states has a gate, a causal convolution of `kernel_dim`
+    taps of what that lets through, and another gate of what it gives."""
+
+    layers: tuple[bool, ...]
+    kernel_dim: int
+
+    def __post_init__(self) -> None:
+        check_size(self.kernel_dim, "kernel_dim")
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `short_conv.`; empty where no layer is one."""
+        return {f"short_conv.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
-    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
-    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
-    which a state of `state_dim` channels is written (B) and read (C)."""
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all
+    are P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` what a mixer's state space
+    gives is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
+    `head_dim` channels, which in `num_groups` groups share the vectors by which a state of `state_dim` channels is
+    written (B) and read (C)."""
 
     pattern: str
     num_heads: int
     head_dim: int
     num_groups: int
     state_dim: int
+    gated_norm: bool = True
 
     conv_kernel_dim: ClassVar[int] = 4
     """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
@@ -279,14 +305,19 @@ class Mamba2:
     """The blocks of a layer of multi-token prediction, by the same letters: Nemotron 3's."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
-            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
-        for name, size in vars(self).items():
-            if name != "pattern":
-                check_size(size, f"mamba_{name}")
+        if not isinstance(self.pattern, str) or not ({*self.pattern} <= {*"M*-E"} or {*self.pattern} == {"P"}):
+            do = "Known are M, *, - and E, or P alone."
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do=do)
+        for name in ("num_heads", "head_dim", "num_groups", "state_dim"):
+            check_size(getattr(self, name), f"mamba_{name}")
         if self.num_heads % self.num_groups:
             raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
         check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether layers are a mixer beside attention, and an MLP."""
+        return self.pattern.startswith("P")
 
     @property
     def inner_size(self) -> int:
@@ -311,6 +342,29 @@ class Mamba2:
     @property
     def conv_size(self) -> int:
         return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Fixed factors within layers that are a mixer beside attention, and an MLP (Falcon-H1): of what attention and a
+    mixer read and give (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), of keys, of the five parts of a mixer's
+    in_proj (`ssm`), and of an MLP's gate before its activation, and of what the MLP gives (`mlp`)."""
+
+    attention_in: float
+    attention_out: float
+    key: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]
+    mlp: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            several = {"ssm": 5, "mlp": 2}.get(name)
+            if several and (not isinstance(value, tuple) or len(value) != several):
+                raise DamagedCheckpoint(f"{name} multipliers are {shown(value)}, not {several} numbers")
+            for each in value if several else (value,):
+                real(each, f"{name} multiplier")
 
 
 @dataclass(frozen=True)

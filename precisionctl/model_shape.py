@@ -18,6 +18,8 @@ from precisionctl.model_parts import (
     HyperConnections,
     Mamba2,
     MoE,
+    Multipliers,
+    ShortConv,
     Wrapper,
     check_count,
     check_size,
@@ -170,7 +172,9 @@ class ModelShape:
     mhc: HyperConnections | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
+    short_conv: ShortConv | None = None
     mamba: Mamba2 | None = None
+    multipliers: Multipliers | None = None
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
     mtp_dense: bool = False
@@ -214,6 +218,7 @@ class ModelShape:
         by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
         by_layer["moe_layer_freq"] = freq
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
+        by_layer["layers with a short convolution"] = self.short_conv.layers if self.short_conv else None
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
@@ -251,6 +256,12 @@ class ModelShape:
         kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
         return tuple(map(self.attention_of, kinds))
 
+    def normed_as(self, layer: int) -> "ModelShape":
+        """The model whose norms are everywhere where this layer has them."""
+        if not self.has_delta_net(layer):
+            return self
+        return replace(self, pre_layernorms=True, post_layernorms=False)
+
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
@@ -269,7 +280,7 @@ class ModelShape:
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
         dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
         moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)
-        return replace(self, gdn=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
+        return replace(self, gdn=None, short_conv=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
 
     @property
     def rotary_size(self) -> int:
@@ -357,6 +368,11 @@ class ModelShape:
         return self.hidden_size * (self.mhc.num_residual_streams if self.mhc else 1)
 
     @property
+    def short_conv_size(self) -> int:
+        """Rows of a short convolution's in_proj: the gate before it, the gate behind it, and what it reads."""
+        return 3 * self.hidden_size
+
+    @property
     def latent_experts(self) -> bool:
         return self.moe is not None and self.moe.latent_size is not None
 
@@ -412,8 +428,18 @@ class ModelShape:
 
     @property
     def fused_input_layernorm(self) -> bool:
-        """Whether the norm before grouped attention is part of linear_qkv: not where a gate reads it, too."""
-        return self.fused_layernorms and self.softplus_gate is None
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate or mixer reads it too."""
+        return self.fused_layernorms and self.softplus_gate is None and not self.parallel_mixers
+
+    @property
+    def parallel_mixers(self) -> bool:
+        """Whether each layer has a Mamba-2 mixer beside attention."""
+        return self.mamba is not None and self.mamba.parallel
+
+    @property
+    def gated_norm(self) -> bool:
+        """Whether Mamba-2 mixers have a norm of what their state space gives."""
+        return self.mamba is not None and self.mamba.gated_norm
 
     @property
     def layer_norms(self) -> bool:
@@ -514,15 +540,20 @@ class ModelShape:
     def has_delta_net(self, layer: int) -> bool:
         return self.gdn is not None and self.gdn.layers[layer]
 
+    def has_short_conv(self, layer: int) -> bool:
+        return self.short_conv is not None and self.short_conv.layers[layer]
+
     def has_mixer(self, layer: int) -> bool:
-        return self.mamba is not None and self.mamba.pattern[layer] == "M"
+        return self.mamba is not None and self.mamba.pattern[layer] in "MP"
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has softmax attention."""
-        return self.mamba.pattern[layer] == "*" if self.mamba else not self.has_delta_net(layer)
+        if self.mamba:
+            return self.mamba.pattern[layer] in "*P"
+        return not self.has_delta_net(layer) and not self.has_short_conv(layer)
 
     def has_dense_mlp(self, layer: int) -> bool:
-        return self.mamba.pattern[layer] == "-" if self.mamba else not self.has_experts(layer)
+        return self.mamba.pattern[layer] in "-P" if self.mamba else not self.has_experts(layer)
 
     def described(self) -> dict[str, Any]:
         """Every field, as JSON can have it."""

@@ -35,6 +35,8 @@ _OF_SOME = {
     "shared_intermediate_size": 128,
     "dense_intermediate_size": 384,
     "rotary_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
 }
 _LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
 

@@ -12,7 +12,7 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, HyperConnections, Mamba2, MoE, ShortConv
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
 
@@ -66,6 +66,7 @@ def models(draw: st.DrawFn) -> ModelShape:
             *((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
             kda_lora_rank=draw(sizes),
         ),
+        short_conv=ShortConv((False,) * num_layers, draw(sizes)),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
         mhc=HyperConnections(draw(sizes), 1),

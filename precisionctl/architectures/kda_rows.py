@@ -9,7 +9,7 @@ in it: other linears read what is normalised, too.
 from collections.abc import Sequence
 
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
-from precisionctl.architectures.rearrangements import GAMMA, KDA_CONV, KDA_IN_PROJ, SAME, Rearrangement
+from precisionctl.architectures.rearrangements import DELTA_NET_CONV, DELTA_NET_IN_PROJ, GAMMA, SAME, Rearrangement
 from precisionctl.param import COLUMNS, CONV_PARTS, KDA_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
@@ -26,7 +26,7 @@ def kda(low_rank: bool, a_log: Rearrangement = SAME) -> tuple[Row, ...]:
                 tuple(in_proj),
                 f"{_MEGATRON}in_proj.weight",
                 ("gdn.in_proj_size", "hidden_size"),
-                KDA_IN_PROJ,
+                DELTA_NET_IN_PROJ,
                 Parallel("rows", names=KDA_PARTS[: len(in_proj)]),
                 parts="gdn.in_proj_parts",
                 gemm=True,
@@ -44,7 +44,7 @@ def kda(low_rank: bool, a_log: Rearrangement = SAME) -> tuple[Row, ...]:
                 tuple(f"{_HF}{part}_conv1d.weight" for part in ("q", "k", "v")),
                 f"{_MEGATRON}conv1d.weight",
                 ("gdn.conv_size", 1, "gdn.conv_kernel_dim"),
-                KDA_CONV,
+                DELTA_NET_CONV,
                 Parallel("rows", names=CONV_PARTS),
                 parts="gdn.conv_parts",
             ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -176,17 +177,28 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
-class DeltaNetParts(_RowPermutation):
-    """Parts of a gated delta net's input projection or convolution, each of them a tensor in Hugging Face (Kimi
-    Linear). `sizes` is the field of GatedDeltaNet that has their numbers of rows."""
+class ByPart(_RowPermutation):
+    """Hugging Face has a tensor for each part of Megatron's; `parts` is the field of ModelShape with their numbers of
+    rows."""
 
-    sizes: str
+    parts: str
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return _joined(parts)
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return tuple(_cut(whole, getattr(model.gdn, self.sizes)))
+        return tuple(_cut(whole, attrgetter(self.parts)(model)))
+
+
+class Thirds(_RowPermutation):
+    """Hugging Face has three tensors, of as many rows as `torch.chunk` gives them, whatever the parts are."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        third = -(-len(whole) // 3)
+        return tuple(_cut(whole, [third, third, len(whole) - 2 * third]))
 
 
 @dataclass(frozen=True)
@@ -349,10 +361,11 @@ GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
+THIRDS = Thirds()
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
 SQUEEZED = Squeezed()
-KDA_IN_PROJ = DeltaNetParts("in_proj_parts")
-KDA_CONV = DeltaNetParts("conv_parts")
+DELTA_NET_IN_PROJ = ByPart("gdn.in_proj_parts")
+DELTA_NET_CONV = ByPart("gdn.conv_parts")
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

@@ -37,6 +37,7 @@ def pass_bytes(
     activated = max(model.fc1_size, model.kv_shared_fc1_size)
     others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
+    others += [model.short_conv_size] if model.short_conv else []
     others.append(model.streams_size)
     if model.moe:
         activated = max(activated, model.moe.topk * model.expert_fc1_size)
@@ -92,7 +93,10 @@ class BytesKept:
 
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
-    norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    model = model.normed_as(layer)
+    norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    if model.mamba and not model.parallel_mixers:
+        norms = 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
@@ -105,9 +109,11 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
         made += read + _mixer(model.mamba, kept) / kept.tensor
-    elif model.gdn and model.has_delta_net(layer):
+    if model.gdn and model.has_delta_net(layer):
         net = _kimi_delta_attention if model.gdn.kda else _delta_net
         made += read + net(model.gdn, kept) / kept.tensor
+    elif model.has_short_conv(layer):
+        made += read + _short_conv(model, kept) / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
@@ -189,6 +195,12 @@ def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     rule = 3 * 4 * CHUNK * heads + 4 * of_channel * keys + 3 * 4 * gdn.value_size
     rule += 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _short_conv(model: ModelShape, kept: BytesKept) -> float:
+    """Bytes that a short convolution saves for the backward for each token: the gates and what the first one lets
+    through, what the convolution reads and gives, and what both gates leave of it."""
+    return 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
 
 
 def _mixer(mamba: Mamba2, kept: BytesKept) -> float:

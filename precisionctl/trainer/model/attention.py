@@ -171,6 +171,7 @@ class SelfAttention(nn.Module):
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.key_factor = model.multipliers.key if model.multipliers else 1.0
         self.linear_gate: nn.Linear | None = None
         if model.softplus_gate:
             self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
@@ -196,7 +197,8 @@ class SelfAttention(nn.Module):
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
         query = scaled(self._placed(query, self.q_layernorm, positions), positions)
         if shared is None:
-            key, value = self._placed(own[0], self.k_layernorm, positions), own[-1]
+            key = own[0] if self.key_factor == 1 else own[0] * self.key_factor
+            key, value = self._placed(key, self.k_layernorm, positions), own[-1]
             if self.v_l2_norm:
                 value = F.rms_norm(value, value.shape[-1:], eps=self.l2_epsilon)
             if self.value_scale != 1:

@@ -4,6 +4,8 @@ Shape letters: B batch, S sequence, T tokens, E hidden_size; H key heads and N v
 channels.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,7 +47,9 @@ class GatedDeltaNetAttention(nn.Module):
         self.conv1d = convolution(gdn, backend)
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
-        self.out_norm = backend.norm(gdn.value_head_dim, norm)
+        out_norm = norm if gdn.norm_epsilon is None else replace(norm, epsilon=gdn.norm_epsilon)
+        self.out_norm = backend.norm(gdn.value_head_dim, out_norm)
+        self.fastest = 2 if gdn.allow_neg_eigval else 1
         self.out_proj = backend.linear(f"{name}.out_proj", gdn.value_size, model.hidden_size, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -59,6 +63,6 @@ class GatedDeltaNetAttention(nn.Module):
         mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
         query, key, value = in_heads(convolved(mixed, self.conv1d), self.gdn)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        read = gated_delta_rule(query, key, value, decay, beta.sigmoid())
+        read = gated_delta_rule(query, key, value, decay, self.fastest * beta.sigmoid())
         gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())
         return gated.to(projected.dtype).flatten(2)

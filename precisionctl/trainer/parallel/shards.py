@@ -152,6 +152,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
         *(("attention heads", each.num_attention_heads) for each in model.attentions),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
+        ("channels of a short convolution", model.hidden_size if model.short_conv else sizes.tensor),
         ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
         ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),
