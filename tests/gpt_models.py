@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "olmo that clamps nothing": ("olmo", {"clip_qkv": None, "attention_bias": True}),
     "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gpt-neox with one block after the other": ("gpt-neox", {"use_parallel_residual": False}),  # RedPajama-INCITE 3B
-    "ling-3 whose decays have no bound": ("ling-3", {"kda_safe_gate": False}),
+    **({} if "ling-3" in pico.ABSENT else {"ling-3 whose decays have no bound": ("ling-3", {"kda_safe_gate": False})}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are
