@@ -138,6 +138,8 @@ class MLA:
         for name, size in dataclasses.asdict(self).items():
             if name != "output_gate" and (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
+        if self.qk_pos_emb_head_dim % 2:
+            raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpt_models import as_gpt, converted, transformers_model
 from in_memory import to_hf, to_megatron
+from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,6 +29,8 @@ from precisionctl.param import Parallelism
 from precisionctl.trainer.model.delta_rule import BLOCK, gated_delta_rule
 from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrence import CHUNK
+
+pytestmark = pytest.mark.skipif(BEFORE_5_23, reason="before 5.23 transformers had Kimi Linear alone")
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -54,7 +54,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         max_position_embeddings=8,
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
-        mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),
+        mla=MLA(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)),  # what turns are pairs
         dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
         msa=MSA(groups, draw(sizes), draw(sizes), 5, draw(sizes), (True,) * num_layers),
         moe=MoE(
