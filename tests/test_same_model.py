@@ -247,7 +247,9 @@ EXPERTS = dataclasses.replace(
 PLAIN_ROUTER = dataclasses.replace(DENSE, moe=MoE(8, 4, 12, (False, True)))
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
-KDA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, True, 5, -5.0))
+KDA = dataclasses.replace(
+    NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, kda=True, kda_lora_rank=5, kda_lower_bound=-5.0)
+)
 CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
