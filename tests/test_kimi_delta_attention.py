@@ -24,8 +24,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchitecture
-from precisionctl.model_parts import GatedDeltaNet
 from precisionctl.param import Parallelism
+from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.model.delta_rule import BLOCK, gated_delta_rule
 from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrence import CHUNK

@@ -12,9 +12,11 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, HyperConnections, Mamba2, MoE, ShortConv
+from precisionctl.model_parts import MLA, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, ShortConv
+from precisionctl.sparse_parts import CSA, DSA, MSA
 
 
 def all_rows(table: Architecture) -> list[Row]:

@@ -27,24 +27,14 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_parts import (
-    CSA,
-    DSA,
-    MLA,
-    MSA,
-    GatedDeltaNet,
-    GlobalAttention,
-    HyperConnections,
-    Mamba2,
-    MoE,
-    Multipliers,
-    ShortConv,
-)
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.same_model import STORED, TENSORS, differences
+from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.model.computes import (
     BESIDE_CSA,
     BESIDE_DELTA_NETS,

@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_fields import Activation
 from precisionctl.model_parts import MOST_LAYERS, check_size
-from precisionctl.model_shape import Activation, ModelShape
+from precisionctl.model_shape import ModelShape
 from precisionctl.sizes import counted
 
 Config = Mapping[str, Any]

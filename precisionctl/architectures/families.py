@@ -22,21 +22,11 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
-from precisionctl.model_parts import (
-    CSA,
-    DSA,
-    MLA,
-    MSA,
-    GatedDeltaNet,
-    GlobalAttention,
-    HyperConnections,
-    Mamba2,
-    MoE,
-    Multipliers,
-    ShortConv,
-)
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.same_model import TENSORS, differences
+from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.untabled_model import UntabledModel
 
 _VERSION = re.compile(r"[\d._]+")

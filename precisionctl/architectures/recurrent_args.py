@@ -5,8 +5,8 @@ from typing import Any
 
 from precisionctl.architectures.args_said import all_but_every, one_of
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
 
 HYBRID_PATTERN = "hybrid_layer_pattern"
 _DELTA_NET = {  # argument, field of GatedDeltaNet

@@ -9,9 +9,11 @@ trainer's modules save them, which tests compare with what autograd saves.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from precisionctl.model_parts import CSA, GatedDeltaNet, HyperConnections, Mamba2
+from precisionctl.model_parts import HyperConnections
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
+from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes

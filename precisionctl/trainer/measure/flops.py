@@ -14,8 +14,10 @@ machine.
 
 from collections.abc import Iterable, Mapping
 
-from precisionctl.model_parts import CSA, GatedDeltaNet, MoE
+from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.sparse_parts import CSA
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import DSA, MLA, MSA
+from precisionctl.model_parts import MLA
 from precisionctl.model_shape import ModelShape
+from precisionctl.sparse_parts import DSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.block_indexer import BlockIndexer, attend_to_blocks

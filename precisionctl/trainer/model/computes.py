@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import Activation, ModelShape
+from precisionctl.model_fields import Activation
+from precisionctl.model_shape import ModelShape
 
 ANY = None
 """Every value that a ModelShape may have."""

@@ -3,8 +3,8 @@ Megatron-Bridge's Falcon-H1 (modeling_falconh1/falconh1_layer.py)."""
 
 from torch import Tensor, nn
 
-from precisionctl.model_parts import Mamba2
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import Mamba2
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.mamba_mixer import MambaMixer
