@@ -1,10 +1,9 @@
-"""What some models have beside plain attention and MLPs: experts, latent, sparse and compressed attention, gated delta
-nets, Mamba-2 mixers, several residual streams, a wrapper of images or sound; and what is a size."""
+"""What some models have beside plain attention and MLPs: experts, latent attention, other attention without a window,
+several residual streams, a wrapper of images or sound; and what is a size."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
 
@@ -124,18 +123,22 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step."""
+    projected in one step. With an `output_gate` (Ling 3) what a head gives is multiplied by the sigmoid of a number
+    that a projection of its own makes for it."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if (name, size) != ("q_lora_rank", None):
+            if name != "output_gate" and (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
+        if self.qk_pos_emb_head_dim % 2:
+            raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")
 
 
 @dataclass(frozen=True)
@@ -182,224 +185,6 @@ class Wrapper:
             if name.startswith(alone):
                 return here + name.removeprefix(alone)
         return name
-
-
-@dataclass(frozen=True)
-class GatedDeltaNet:
-    """Layers with a gated delta net in the place of attention (arXiv 2412.06464); fields are Megatron's `--linear-*`.
-
-    `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
-    serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
-    `conv_kernel_dim` taps, one for each channel.
-    """
-
-    layers: tuple[bool, ...]
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel_dim: int
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if name != "layers":
-                check_size(size, name)
-        if self.num_value_heads % self.num_key_heads:
-            raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
-        for product in ("key_size", "value_size", "in_proj_size"):
-            check_size(getattr(self, product), product, 4 * LARGEST)
-
-    @property
-    def key_size(self) -> int:
-        """Rows of the keys of all heads, and of the queries."""
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        """Rows of the values of all heads, and of their gate."""
-        return self.num_value_heads * self.value_head_dim
-
-    @property
-    def in_proj_parts(self) -> tuple[int, ...]:
-        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha."""
-        heads = self.num_value_heads
-        return (self.key_size, self.key_size, self.value_size, self.value_size, heads, heads)
-
-    @property
-    def in_proj_size(self) -> int:
-        return sum(self.in_proj_parts)
-
-    @property
-    def conv_parts(self) -> tuple[int, ...]:
-        """Channels of the convolution: queries, keys, values."""
-        return self.in_proj_parts[:3]
-
-    @property
-    def conv_size(self) -> int:
-        return sum(self.conv_parts)
-
-    def used(self) -> dict[str, object]:
-        """The fields, by their names with `gdn.`; empty where no layer is one."""
-        return {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
-    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. The other fields are Megatron's
-    `--mamba-*`: a mixer has `num_heads` heads of `head_dim` channels, which in `num_groups` groups share the vectors by
-    which a state of `state_dim` channels is written (B) and read (C)."""
-
-    pattern: str
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    state_dim: int
-
-    conv_kernel_dim: ClassVar[int] = 4
-    """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
-    mtp_pattern: ClassVar[str] = "*E"
-    """The blocks of a layer of multi-token prediction, by the same letters: Nemotron 3's."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not {*self.pattern} <= {*"M*-E"}:
-            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are M, *, - and E.")
-        for name, size in vars(self).items():
-            if name != "pattern":
-                check_size(size, f"mamba_{name}")
-        if self.num_heads % self.num_groups:
-            raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
-        check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def in_proj_parts(self) -> tuple[int, ...]:
-        """Rows of in_proj: gate (z), x, B, C, dt."""
-        state = self.num_groups * self.state_dim
-        return (self.inner_size, self.inner_size, state, state, self.num_heads)
-
-    @property
-    def in_proj_size(self) -> int:
-        return sum(self.in_proj_parts)
-
-    @property
-    def conv_parts(self) -> tuple[int, ...]:
-        """Channels of the convolution: x, B, C."""
-        return self.in_proj_parts[1:4]
-
-    @property
-    def conv_size(self) -> int:
-        return sum(self.conv_parts)
-
-
-@dataclass(frozen=True)
-class DSA:
-    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
-    (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
-    without one sees those that the last indexer chose. The first channels of a head have positions, of neighbouring
-    pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
-
-    n_heads: int
-    head_dim: int
-    topk: int
-    layers: tuple[bool, ...]
-    rope_interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "topk"):
-            check_size(getattr(self, name), f"indexer's {name}")
-        if not any(self.layers[:1]):
-            raise DamagedCheckpoint("the first layer has no indexer, and no layer before it to choose its keys")
-
-    @property
-    def query_size(self) -> int:
-        """Rows of the indexer's query projection."""
-        return self.n_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class MSA:
-    """MiniMax's sparse attention (arXiv 2606.13392). In the `layers` that have an indexer (an entry for each), its
-    `n_heads` heads of `head_dim` channels choose the blocks of `block_size` keys that a query sees, each head for its
-    share of the query heads: the last `local_blocks` up to the query's own, and the best others, `topk_blocks` in all.
-    A block is worth its best key's product with the query. Where a text has no more than `topk_blocks` blocks, all are
-    chosen."""
-
-    n_heads: int
-    head_dim: int
-    block_size: int
-    topk_blocks: int
-    local_blocks: int
-    layers: tuple[bool, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "block_size", "topk_blocks"):
-            check_size(getattr(self, name), f"indexer's {name}")
-        check_count(self.local_blocks, "indexer's local_blocks", self.topk_blocks)
-        check_size(self.query_size, "rows of an indexer's queries", 4 * LARGEST)
-
-    @property
-    def query_size(self) -> int:
-        """Rows of the indexer's query projection."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def dense_length(self) -> int:
-        """Tokens of the longest text of which all blocks are chosen."""
-        return self.topk_blocks * self.block_size
-
-
-@dataclass(frozen=True)
-class CSA:
-    """DeepSeek-V4's attention, with one key for all heads, which is also the value (its report, section 2.3). Each
-    query sees the last `window_size` tokens and, as `pattern` says of each layer, none before them (W), or keys that
-    are made of several tokens each, as many as RATIOS says: of those with an overlap the `topk` that an indexer chooses
-    (C), of those without all (H).
-
-    Queries are made of a latent of `q_lora_rank` channels. What heads give is projected in `o_groups` groups to
-    `o_lora_rank` channels each, and these together. An indexer has `n_heads` heads of `head_dim` channels. Fields are
-    those of Megatron's dev branch, but for `pattern`, which are the letters of its hybrid layers; `n_heads`, `head_dim`
-    and `topk` are its `--dsa-indexer-*`.
-    """
-
-    pattern: str
-    window_size: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    n_heads: int
-    head_dim: int
-    topk: int
-
-    RATIOS: ClassVar[Mapping[str, int]] = {"W": 0, "C": 4, "H": 128}
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not {*self.pattern} <= self.RATIOS.keys():
-            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are W, C and H.")
-        for name, size in vars(self).items():
-            if name != "pattern":
-                check_size(size, name)
-        for product in ("query_size", "grouped_size"):
-            check_size(getattr(self, product), product, 4 * LARGEST)
-
-    @property
-    def query_size(self) -> int:
-        """Rows of the indexer's query projection."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def overlapping_size(self) -> int:
-        """Rows of the projections of an indexer's keys: of a token for its own window, and for the next."""
-        return 2 * self.head_dim
-
-    @property
-    def grouped_size(self) -> int:
-        """Channels that the groups of heads give together."""
-        return self.o_groups * self.o_lora_rank
 
 
 @dataclass(frozen=True)

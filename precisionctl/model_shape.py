@@ -1,182 +1,18 @@
-"""ModelShape: the sizes and switches of a model, under Megatron's names."""
+"""ModelShape: what both layouts agree on about a model, and all that follows from it."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_parts import (
-    CSA,
-    DSA,
-    LARGEST,
-    MLA,
-    MOST_LAYERS,
-    MSA,
-    GatedDeltaNet,
-    GlobalAttention,
-    HyperConnections,
-    Mamba2,
-    MoE,
-    Wrapper,
-    check_count,
-    check_size,
-    real,
-)
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", "xielu"]
-"""`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
-layer."""
-
-SoftplusGate = Literal["per-head", "per-element"]
+from precisionctl.model_fields import Activation, ModelFields, SoftplusGate
+from precisionctl.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What both layouts agree on about a decoder-only transformer. Lists by layer have an entry for each layer."""
-
-    architecture: str
-    """The Hugging Face `model_type`; of a `wrapper`, that of the text model in it."""
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    """Channels of a head."""
-    vocab_size: int
-    padded_vocab_size: int
-    max_position_embeddings: int
-    make_vocab_size_divisible_by: int = 128
-    tied_embeddings: bool = False
-
-    # Norms, and what is added to the residual stream
-    norm_epsilon: float = 1e-5
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    zero_centered_gamma: bool = False
-    """Megatron's norms store their factor less one."""
-    hf_zero_centered_gamma: bool = False
-    """Hugging Face's norms store it so."""
-    norm_bias: bool = True
-    """LayerNorms have biases in Hugging Face; in Megatron they all have."""
-    norm_weight: bool = True
-    """Norms have weights in Hugging Face; in Megatron they all have."""
-    pre_layernorms: bool = True
-    """Norms of what attention and MLP read."""
-    post_layernorms: bool = False
-    """Norms of what attention and MLP give."""
-    parallel_residual: bool = False
-    """Attention and MLP read the same hidden states."""
-    shared_layernorm: bool = False
-    """... through one norm."""
-    residual_multiplier: float = 1.0
-    """What attention and MLP give is multiplied by this, after their norms, and added."""
-    layer_scalar: bool = False
-    """What a layer gives is multiplied by a number of its own, which is not trained."""
-
-    # MLP
-    activation: Activation = "silu"
-    gated_linear_unit: bool = True
-    activation_clamp: float | None = None
-    """Clamps both halves of a gated MLP: the gate from above alone."""
-    glu_offset: float = 0.0
-    """Added to a gated MLP's linear half, after `activation_clamp`."""
-
-    # Positions
-    position_embedding: Literal["rope", "learned_absolute"] = "rope"
-    rotary_base: float = 10000.0
-    rotary_base_local: float | None = None
-    """The base in layers with a window, where no scaling applies (None: `rotary_base`, scaled)."""
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False
-    """Pairs that turn are neighbouring channels, and not one of each half."""
-    rope_scaling: Mapping[str, Any] | None = None
-    """Hugging Face's mapping, with `rope_type`."""
-    rope_layers: tuple[bool, ...] | None = None
-    """By layer: has it rotary embeddings? None: all have."""
-
-    # Attention
-    sliding_window: int | None = None
-    """Keys that a query sees in layers with a window, itself among them."""
-    attention_chunk_size: int | None = None
-    """Instead of a window: a query sees earlier keys of its own chunk of so many tokens."""
-    window_layers: tuple[bool, ...] | None = None
-    """By layer: has it the window, or chunks? None: all have, if there are any."""
-    query_pre_attn_scalar: float | None = None
-    """Scores are multiplied by its power -1/2. None: by that of the size of a head."""
-    query_scaling_beta: float | None = None
-    """Queries are multiplied by `1 + beta * log(1 + floor(position / original context))`."""
-    query_scaling_floor: int | None = None
-    """In the place of the original context: then in layers without rotary embeddings alone, counting from 1."""
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    softmax_offset: bool = False
-    """Sinks: each head has the score of one more key, whose value is zero."""
-    attention_output_gate: bool = False
-    """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
-    softplus_gate: SoftplusGate | None = None
-    """What heads give is multiplied by the softplus of what a projection of its own makes: a number for each head, or
-    for each of its channels."""
-    clip_qkv: float | None = None
-    """Queries, keys and values are clamped to this as they are projected."""
-    qk_layernorm: bool = False
-    """A norm of each head's query and key."""
-    qk_layernorm_over_heads: bool = False
-    """... of all heads together."""
-    qk_layernorm_after_rope: bool = False
-    qk_l2_norm: bool = False
-    """An RMSNorm without weights of each head's query and key, in layers with rotary embeddings."""
-    v_l2_norm: bool = False
-    """Such a norm of each head's value."""
-    v_head_dim: int | None = None
-    """Channels of a head of values. None: as many as one of keys."""
-    attention_value_scale: float = 1.0
-    """Values are multiplied by this."""
-    keys_are_values: bool = False
-    """There is no value projection: a value is the key before its norm and rotary embeddings."""
-    global_attention: GlobalAttention | None = None
-    """What layers without a window have otherwise. Sizes of attention are therefore asked of `attention_of`."""
-    num_kv_shared_layers: int = 0
-    """So many last layers have queries alone, and read the keys and values of an earlier one (`kv_layer`)."""
-    use_double_wide_mlp: bool = False
-    """The MLPs of these layers have twice the channels."""
-    unused_kv: bool = False
-    """Their key and value projections, which nothing reads, are stored all the same."""
-
-    # Embeddings and logits
-    embedding_multiplier: float = 1.0
-    rounded_embedding_multiplier: bool = False
-    """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
-    per_layer_embed_dim: int | None = None
-    """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
-    MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
-    logit_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    """Logits are divided by this."""
-
-    # Biases that Hugging Face's tensors have; Megatron has one switch for all linears, and one for QKV alone
-    qkv_bias: bool = False
-    proj_bias: bool = False
-    mlp_bias: bool = False
-    output_bias: bool = False
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-
-    # Other kinds of layers
-    mla: MLA | None = None
-    dsa: DSA | None = None
-    msa: MSA | None = None
-    csa: CSA | None = None
-    mhc: HyperConnections | None = None
-    moe: MoE | None = None
-    gdn: GatedDeltaNet | None = None
-    mamba: Mamba2 | None = None
-    mtp_num_layers: int = 0
-    """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
-    mtp_dense: bool = False
-    """They have no experts, whatever the last layer has."""
-    wrapper: Wrapper | None = None
-    """The model of images or sound that this is the text model of."""
+class ModelShape(ModelFields):
+    """The fields, checked, and the sizes and switches that follow from them: those that rows of a family's table name
+    (`Row.sizes`, `Row.present`), and what each layer has."""
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
@@ -214,6 +50,7 @@ class ModelShape:
         by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
         by_layer["moe_layer_freq"] = freq
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
+        by_layer["layers with a short convolution"] = self.short_conv.layers if self.short_conv else None
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
         by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
         by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
@@ -251,6 +88,12 @@ class ModelShape:
         kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
         return tuple(map(self.attention_of, kinds))
 
+    def normed_as(self, layer: int) -> "ModelShape":
+        """The model whose norms are everywhere where this layer has them."""
+        if not self.has_delta_net(layer):
+            return self
+        return replace(self, pre_layernorms=True, post_layernorms=False)
+
     @property
     def of_prediction(self) -> "ModelShape":
         """The model whose last layer is made as its layers of multi-token prediction are. These have indexers of their
@@ -269,7 +112,7 @@ class ModelShape:
         csa = self.csa and replace(self.csa, pattern=self.csa.pattern[:-1] + "W")
         dsa = self.dsa and replace(self.dsa, layers=(*self.dsa.layers[:-1], True))
         moe = self.moe and not self.mtp_dense and replace(self.moe, n_hash_layers=0)
-        return replace(self, gdn=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
+        return replace(self, gdn=None, short_conv=None, csa=csa, dsa=dsa, global_attention=None, moe=moe or None)
 
     @property
     def rotary_size(self) -> int:
@@ -357,6 +200,11 @@ class ModelShape:
         return self.hidden_size * (self.mhc.num_residual_streams if self.mhc else 1)
 
     @property
+    def short_conv_size(self) -> int:
+        """Rows of a short convolution's in_proj: the gate before it, the gate behind it, and what it reads."""
+        return 3 * self.hidden_size
+
+    @property
     def latent_experts(self) -> bool:
         return self.moe is not None and self.moe.latent_size is not None
 
@@ -412,8 +260,18 @@ class ModelShape:
 
     @property
     def fused_input_layernorm(self) -> bool:
-        """Whether the norm before grouped attention is part of linear_qkv: not where a gate reads it, too."""
-        return self.fused_layernorms and self.softplus_gate is None
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate or mixer reads it too."""
+        return self.fused_layernorms and self.softplus_gate is None and not self.parallel_mixers
+
+    @property
+    def parallel_mixers(self) -> bool:
+        """Whether each layer has a Mamba-2 mixer beside attention."""
+        return self.mamba is not None and self.mamba.parallel
+
+    @property
+    def gated_norm(self) -> bool:
+        """Whether Mamba-2 mixers have a norm of what their state space gives."""
+        return self.mamba is not None and self.mamba.gated_norm
 
     @property
     def layer_norms(self) -> bool:
@@ -454,6 +312,11 @@ class ModelShape:
     def original_context(self) -> int:
         """The length of the context before rotary embeddings were scaled; 0 where none is said."""
         return int((self.rope_scaling or {}).get("original_max_position_embeddings") or 0)
+
+    @property
+    def output_gate_of_heads(self) -> bool:
+        """Whether latent attention has an output gate."""
+        return self.mla is not None and self.mla.output_gate
 
     @property
     def query_direct(self) -> bool:
@@ -509,15 +372,20 @@ class ModelShape:
     def has_delta_net(self, layer: int) -> bool:
         return self.gdn is not None and self.gdn.layers[layer]
 
+    def has_short_conv(self, layer: int) -> bool:
+        return self.short_conv is not None and self.short_conv.layers[layer]
+
     def has_mixer(self, layer: int) -> bool:
-        return self.mamba is not None and self.mamba.pattern[layer] == "M"
+        return self.mamba is not None and self.mamba.pattern[layer] in "MP"
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has softmax attention."""
-        return self.mamba.pattern[layer] == "*" if self.mamba else not self.has_delta_net(layer)
+        if self.mamba:
+            return self.mamba.pattern[layer] in "*P"
+        return not self.has_delta_net(layer) and not self.has_short_conv(layer)
 
     def has_dense_mlp(self, layer: int) -> bool:
-        return self.mamba.pattern[layer] == "-" if self.mamba else not self.has_experts(layer)
+        return self.mamba.pattern[layer] in "-P" if self.mamba else not self.has_experts(layer)
 
     def described(self) -> dict[str, Any]:
         """Every field, as JSON can have it."""

@@ -71,12 +71,17 @@ class Parallel:
 REPLICATED = Parallel("replicated")
 ROWS = Parallel("rows")
 GATED_ROWS = Parallel("rows", parts=(1, 1))
+THIRDS = Parallel("rows", parts=(1, 1, 1))
 COLUMNS = Parallel("columns")
 
 IN_PROJ_PARTS = ("query", "key", "value", "z", "beta", "alpha")
 CONV_PARTS = IN_PROJ_PARTS[:3]
 """Parts of a gated delta net's input projection and convolution, as torch_dist calls them
 (megatron/core/ssm/gated_delta_net.py, sharded_state_dict)."""
+
+KDA_PARTS = (*CONV_PARTS, "g", "gate")
+"""Of Kimi delta attention's input projection (megatron/core/ssm/gated_delta_net/kda.py, of Megatron-LM's dev branch):
+the first three of it where decays and gates are projected in two steps."""
 
 MIXER_PARTS = ("z", "x", "B", "C", "dt")
 MIXER_CONV_PARTS = MIXER_PARTS[1:4]

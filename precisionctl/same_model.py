@@ -48,9 +48,11 @@ def used(model: ModelShape) -> dict[str, object]:
     gdn = model.gdn.used() if model.gdn else {}
     found |= {"moe": USED if moe else None, **moe, "rope_scaling": _used_scaling(model.rope_scaling)}
     found |= {"gdn": USED if gdn else None, **gdn}
+    short_conv = model.short_conv.used() if model.short_conv else {}
+    found |= {"short_conv": USED if short_conv else None, **short_conv}
     if not any(map(model.has_dense_mlp, range(model.num_layers))):
         found["ffn_hidden_size"] = None
-    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba"):
+    for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba", "multipliers"):
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
     if model.mla:

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
         },
     ),
     "falcon with a key for each head": ("falcon", {"multi_query": False}),
+    **({} if "ling-3" in pico.ABSENT else {"ling-3 whose decays have no bound": ("ling-3", {"kda_safe_gate": False})}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are

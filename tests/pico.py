@@ -96,6 +96,19 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
     "rms_norm_eps": 1e-3,  # a query may read next to nothing, which the norm magnifies, with FP32's rounding of it
 }
+_KDA = {
+    **_LATENTS,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_rope_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+}
+_OLMO_HYBRID = {**DELTA_NET, "model_type": "olmo_hybrid", "head_dim": 16, "linear_num_value_heads": 8}
+"""With as many channels of values as of keys, as transformers 5.23 saves convolutions in thirds."""
 _INDEXED = {**_DEEPSEEK, "q_lora_rank": 24, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 128}
 
 _GRANITE = {
@@ -105,6 +118,13 @@ _GRANITE = {
     "logits_scaling": 0.5,
 }
 
+_FALCON_H1 = {
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 32,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 8,
+}
 _GRANITE_MIXERS = {"mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 8}
 
 _DEEPSEEK_V4 = {
@@ -485,6 +505,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 64,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 144,
+        "block_multiple_of": 32,
+        "tie_word_embeddings": False,
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "falcon-h1": {
+        **_FALCON_H1,
+        "embedding_multiplier": 4.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 1.5,
+        "attention_out_multiplier": 0.75,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.25],
+        "mlp_multipliers": [1.5, 0.5],
+    },
+    "falcon-h1-norm": {
+        **_FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "olmo-hybrid": {
+        **_OLMO_HYBRID,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
+    "olmo-hybrid-rope": {
+        **_OLMO_HYBRID,
+        "linear_allow_neg_eigval": False,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+    },
     "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
     "solar-open": {"model_type": "solar_open", **_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2},
     "youtu": {"model_type": "youtu", **_LATENTS, "q_lora_rank": 24, "tie_word_embeddings": True},
@@ -654,6 +720,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        **_KDA,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+            "num_heads": 16,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "ling-3": {
+        "model_type": "bailing_hybrid",
+        **_KDA,
+        "head_dim": 32,
+        "layer_group_size": 2,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "deepseek-v4": _DEEPSEEK_V4,
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
@@ -712,6 +797,8 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("experts beside attention", model.moe is not None and model.parallel_residual)}
     made |= {("experts with norms of their own", model.moe is not None and model.moe.own_norms)}
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
+    made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
+    made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}
 
 
@@ -803,18 +890,32 @@ def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB
     """Make a model and let transformers save it."""
     model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
-    if family == "deepseek-v4":
-        _with_published_names(directory)
+    if published := PUBLISHED.get(model.config.model_type):
+        _with_published_names(directory, published)
     return model
 
 
-def _with_published_names(directory: Path) -> None:
-    """DeepSeek-V4's, which we write. What transformers 5.23 saves under are others, which it reads as well as these."""
+def _of_deepseek_v4(name: str) -> str:
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
 
-    def published(name: str) -> str:
-        name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
-        return name.replace(".attn.norm.", ".attn.kv_norm.")
 
+def _of_olmo_hybrid(name: str) -> str:
+    name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+    return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
+
+
+PUBLISHED: dict[str, Callable[[str], str]] = {
+    "deepseek_v4": _of_deepseek_v4,
+    "olmo_hybrid": _of_olmo_hybrid,
+    "kimi_linear": lambda name: re.sub(r"block_sparse_moe(\.(gate|up|down)_proj)", r"mlp\1", name),
+    # of its layers those with even numbers have delta attention
+    "bailing_hybrid": lambda name: re.sub(r"(layers\.[02]\.attention)\.dense", r"\1.o_proj", name),
+}
+"""From the names under which transformers 5.23 saves to published ones, which we write, and it reads as well."""
+
+
+def _with_published_names(directory: Path, published: Callable[[str], str]) -> None:
     for path in directory.glob("*.safetensors"):
         save_file({published(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     for path in directory.glob("*.index.json"):

@@ -77,10 +77,15 @@ BALANCE = Balance(seq_aux_loss=0.3, global_aux_loss=0.3, z_loss=0.02)
 """The losses of routers that do not depend on which ranks have which rows."""
 
 
+_SETTINGS = {
+    "deepseek-v4": {"initializer_range": 0.12},  # gradients of its streams would be too small to tell from rounding
+    "ling-3": {"rms_norm_eps": 1e-3},  # what a query reads may be next to nothing, with rounding that a norm magnifies
+}
+
+
 def source_of(family: str) -> InMemory:
     with tempfile.TemporaryDirectory() as folder:
-        # Gradients of DeepSeek-V4's streams would else be too small to tell from rounding.
-        pico.save(Path(folder), family, **({"initializer_range": 0.12} if family == "deepseek-v4" else {}))
+        pico.save(Path(folder), family, **_SETTINGS.get(family, {}))
         return to_megatron(open_checkpoint(Path(folder)))
 
 

@@ -35,6 +35,8 @@ _OF_SOME = {
     "shared_intermediate_size": 128,
     "dense_intermediate_size": 384,
     "rotary_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
 }
 _LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "kv_lora_rank": 128, "v_head_dim": 64}
 
@@ -43,7 +45,12 @@ def sizes(family: str) -> dict[str, Any]:
     """Whole blocks."""
     said, model = pico.FAMILIES[family], pico.shape(family)
     if model.mla:
-        return {**_WHOLE, **_LATENT} | ({} if model.query_latent else {"q_lora_rank": None})
+        mixer = (
+            {"linear_attn_config": said["linear_attn_config"] | {"head_dim": 128}}
+            if "linear_attn_config" in said
+            else {}
+        )
+        return {**_WHOLE, **_LATENT, **mixer} | ({} if model.query_latent else {"q_lora_rank": None})
     if "n_embd" in said:
         return {"n_embd": 256, "hidden_size": 256, "n_inner": 384}
     if said.get("rope_parameters") is pico.LONG_ROPE:  # its factors are for heads of 16 channels

@@ -8,7 +8,6 @@ from pico import representing, shape, switches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure import flops
@@ -53,6 +52,9 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
     indexers = sum(map(model.has_indexer, range(model.num_layers))) * _indexer(model, lengths)
     beside = nets * _beside_the_rule(model, lengths) + mixers * _beside_the_scan(model, lengths)
     beside += _beside_streams(model, lengths) + indexers
+    if model.short_conv:
+        convolutions = sum(map(model.has_short_conv, range(model.num_layers)))
+        beside += convolutions * _of_all(model.short_conv.kernel_dim, model.hidden_size, sum(lengths))
     return 6 * (above + sum(lengths) * (routers + gates)) + beside
 
 
@@ -64,17 +66,18 @@ def _beside_the_rule(model: ModelShape, lengths: list[int]) -> int:
     heads, size = model.gdn.num_value_heads, model.gdn.key_head_dim
     query, key, value, decay, beta = (
         torch.rand(len(lengths), LENGTH, heads, each, requires_grad=True)
-        for each in (size, size, model.gdn.value_head_dim, 1, 1)
+        for each in (size, size, model.gdn.value_head_dim, size, 1)
     )
     with FlopCounterMode(display=False) as counter:
-        gated_delta_rule(query, key, value, -decay[..., 0], beta[..., 0]).sum().backward()
+        of_rule = decay if model.gdn.kda else decay[..., 0]
+        gated_delta_rule(query, key, value, -of_rule, beta[..., 0]).sum().backward()
     formula = 6 * tokens * 4 * model.gdn.value_size * size
-    return counter.get_total_flops() - formula + _of_all(model.gdn, tokens)
+    return counter.get_total_flops() - formula + _of_all(model.gdn.conv_kernel_dim, model.gdn.conv_size, tokens)
 
 
-def _of_all(part: GatedDeltaNet | Mamba2, tokens: int) -> int:
+def _of_all(taps: int, channels: int, tokens: int) -> int:
     """What torch takes the gradient of a convolution's weight for, as if each channel were made of all."""
-    return 2 * tokens * part.conv_kernel_dim * part.conv_size * (part.conv_size - 1)
+    return 2 * tokens * taps * channels * (channels - 1)
 
 
 def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
@@ -93,7 +96,9 @@ def _beside_the_scan(model: ModelShape, lengths: list[int]) -> int:
     with FlopCounterMode(display=False) as counter:
         state_space(value, -decay, write, read).sum().backward()
     formula = 3 * 7 * tokens * mamba.inner_size * mamba.state_dim
-    convolution = 6 * tokens * mamba.conv_kernel_dim * mamba.conv_size + _of_all(mamba, tokens)
+    convolution = 6 * tokens * mamba.conv_kernel_dim * mamba.conv_size + _of_all(
+        mamba.conv_kernel_dim, mamba.conv_size, tokens
+    )
     return counter.get_total_flops() - formula + convolution
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from conversions import change_args
-from pico import LLAMA3_ROPE, save
+from pico import ABSENT, LLAMA3_ROPE, save
 from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.architectures.megatron_args import to_megatron_args
@@ -120,8 +120,9 @@ def test_a_model_that_flags_cannot_say_is_refused_by_what_they_lack(family: str,
         launch(converted(tmp_path, family), "megatron-lm")
 
 
-def test_a_model_whose_attention_has_no_flags_is_left_to_bridge(tmp_path: Path) -> None:
-    folder = converted(tmp_path, "deepseek-v4")
+@pytest.mark.parametrize("family", sorted({"deepseek-v4", "ling-3"} - ABSENT.keys()))
+def test_a_model_whose_attention_has_no_flags_is_left_to_bridge(tmp_path: Path, family: str) -> None:
+    folder = converted(tmp_path, family)
     with pytest.raises(UnknownArchitecture, match="no flags are known here.*--framework megatron-bridge"):
         launch(folder, "megatron-lm")
     assert any("the provider of its family" in note for note in launch(folder, "megatron-bridge").notes)

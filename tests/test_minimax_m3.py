@@ -20,8 +20,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnmappedTensor
 from precisionctl.evaluate import load
-from precisionctl.model_parts import MSA
 from precisionctl.param import Parallelism
+from precisionctl.sparse_parts import MSA
 from precisionctl.trainer.model import block_indexer
 from precisionctl.trainer.model.attention import CoreAttention
 from precisionctl.trainer.model.block_indexer import seen

@@ -128,7 +128,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3"),
 )
 
 
@@ -136,7 +136,7 @@ GRADIENTS = (
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Sinks, values of another size, softplus gates, a number of heads by kind of layer, SparseMixer, clamped queries,
     LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
-    one norm and under two, one key for all heads, and a bias of logits."""
+    one norm and under two, one key for all heads, a bias of logits, and Kimi delta attention."""
     theirs = transformers_model(family)
     ours = as_gpt(converted(theirs, tmp_path))
     tokens = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(1))

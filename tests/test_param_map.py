@@ -12,9 +12,11 @@ from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import QKV
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import MLA, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.segments import lower
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, ShortConv
+from precisionctl.sparse_parts import CSA, DSA, MSA
 
 
 def all_rows(table: Architecture) -> list[Row]:
@@ -54,7 +56,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         max_position_embeddings=8,
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
-        mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),
+        mla=MLA(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)),  # what turns are pairs
         dsa=DSA(draw(sizes), draw(sizes), draw(sizes), (True,) * num_layers),
         msa=MSA(groups, draw(sizes), draw(sizes), 5, draw(sizes), (True,) * num_layers),
         moe=MoE(
@@ -62,7 +64,11 @@ def models(draw: st.DrawFn) -> ModelShape:
             shared_ffn_hidden_size=draw(sizes),
             latent_size=draw(sizes),
         ),
-        gdn=GatedDeltaNet((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
+        gdn=GatedDeltaNet(
+            *((True,) * num_layers, groups, groups * per_group, head, draw(sizes), draw(sizes)),
+            kda_lora_rank=draw(sizes),
+        ),
+        short_conv=ShortConv((False,) * num_layers, draw(sizes)),
         mamba=Mamba2("M" * num_layers, groups * per_group, head, groups, draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
         mhc=HyperConnections(draw(sizes), 1),

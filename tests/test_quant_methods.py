@@ -482,3 +482,22 @@ def test_scales_of_a_cache_are_of_an_attention_that_is_there(below):
     scales = [f"model.layers.{layer}.self_attn.{below}k_scale" for layer in (0, 1, 2, 10, 11)]
     found = cache_scales({"quantization_config": {"quant_method": "fp8"}}, dict.fromkeys(there + scales, ONE))
     assert list(found) == [scales[0], scales[3]]
+
+
+@pytest.mark.parametrize(
+    ("module", "linear", "is_attention"),
+    [
+        ("model.layers.0.mlp", "down_proj", False),
+        ("model.layers.0", "mlp.down_proj", False),
+        ("backbone.layers.0.mixer", "down_proj", False),
+        ("backbone.layers.0.mixer", "k_proj", True),
+        ("transformer.h.0.attn", "c_attn", True),
+        ("gpt_neox.layers.0.attention", "dense", True),
+        ("layers.0.attn", "wkv", True),
+        ("encoder.block.0.layer.0.SelfAttention", "k", True),
+    ],
+)
+def test_a_scale_of_keys_in_a_module_that_is_no_attention_is_a_tensor_like_any_other(module, linear, is_attention):
+    scale = f"{module}.k_scale"
+    found = cache_scales({"quantization_config": {"a": 1}}, dict.fromkeys((f"{module}.{linear}.weight", scale), ONE))
+    assert list(found) == [scale] * is_attention

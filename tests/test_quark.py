@@ -46,18 +46,24 @@ def assert_same(a: Path, b: Path) -> None:
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8)), name
 
 
-def test_layers_with_settings_of_their_own_are_in_other_formats(tmp_path: Path) -> None:
-    """MXFP4, and FP8 with a scale for each channel in the attention, and for the whole of the output projection."""
-    four_bit_directories.make(tmp_path / "source", "quark-mxfp4", quantised=lambda name: "mlp" in name)
-    tensors, attention = stored(tmp_path / "source"), "model.layers.0.self_attn."
+def mixed(directory: Path) -> dict[str, Any]:
+    """MXFP4, and FP8 with a scale for each channel in the attention, for the whole of the output projection. Returns
+    the layers' own settings."""
+    four_bit_directories.make(directory, "quark-mxfp4", quantised=lambda name: "mlp" in name)
+    tensors, attention = stored(directory), "model.layers.0.self_attn."
     for part in "qkvo":
         name = f"{attention}{part}_proj.weight"
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = torch.rand(() if part == "o" else (len(tensors[name]),)) + 0.1
     tensors[f"{attention}o_proj.input_scale"] = torch.tensor(0.02)
-    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     layers = {"*o_proj": quark_configs.layer(FP8, FP8), "*self_attn*": quark_configs.layer(CHANNELS, TOKENS)}
-    configure(tmp_path / "source", quark_configs.config(MXFP4, MXFP4_INPUTS, layers))
+    configure(directory, quark_configs.config(MXFP4, MXFP4_INPUTS, layers))
+    return layers
+
+
+def test_layers_with_settings_of_their_own_are_in_other_formats(tmp_path: Path) -> None:
+    mixed(tmp_path / "source")
     assert describe(open_checkpoint(tmp_path / "source"))["coded"] == {
         "quant_method": "quark",
         "formats": {"FP8": 4, "MXFP4": 3},
@@ -123,9 +129,62 @@ def test_an_export_for_vllm_keeps_codes_input_scales_and_those_of_the_cache(cach
     assert float(after["model.layers.0.self_attn.k_scale"]) == 0.03125
 
 
-def test_there_are_no_rules_of_engines_for_quark(cached: Path) -> None:
-    with pytest.raises(UnknownFormat, match="no rules for FP8 as this directory stores it"):
-        check(open_checkpoint(cached), engines()["vllm"])
+def findings(directory: Path) -> tuple[list[str], list[str]]:
+    """What vLLM does not load or computes wrongly, and what costs it accuracy or speed."""
+    found = check(open_checkpoint(directory), engines()["vllm"])
+    return [str(each) for each in found if each.rule.fatal], [str(each) for each in found if not each.rule.fatal]
+
+
+def test_rules_of_vllm_are_kept_by_what_quark_writes(cached: Path, tmp_path: Path) -> None:
+    """Of scales per tensor that differ among linears that it fuses, and of the head, which it never takes for one."""
+    fatal, costs = findings(cached)
+    assert fatal == [] and all("of one fused group differ" in each for each in costs), costs
+    fp8_directories.make(tmp_path / "channels", "quark-channel", tie_word_embeddings=False)
+    four_bit_directories.make(tmp_path / "mxfp4", "quark-mxfp4")
+    assert findings(tmp_path / "channels") == findings(tmp_path / "mxfp4") == ([], [])
+    with pytest.raises(UnknownFormat, match="no rules of SGLang for FP8 as this directory stores it"):
+        check(open_checkpoint(cached), engines()["sglang"])
+
+
+def test_layers_of_several_formats_keep_vllms_rules_if_none_is_fused_with_another(tmp_path: Path) -> None:
+    """MXFP4 in the MLP, FP8 in the attention: per tensor in the output projection, per channel in the others."""
+    layers = mixed(tmp_path)
+    assert findings(tmp_path)[0] == []
+    tensors = stored(tmp_path)
+    tensors["model.layers.0.self_attn.v_proj.input_scale"] = torch.tensor(0.02)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    layers = {"*v_proj": quark_configs.layer(CHANNELS, FP8), **layers}
+    configure(tmp_path, quark_configs.config(MXFP4, MXFP4_INPUTS, layers))
+    assert any("codes in another format than those that it is fused with" in each for each in findings(tmp_path)[0])
+
+
+@pytest.mark.parametrize(
+    ("missing", "word"),
+    [
+        ("export", "no export.kv_cache_group"),
+        ("exclude", "no exclude"),
+        ("layer_type_quant_config", "no layer_type_quant_config"),
+    ],
+)
+def test_vllm_asks_quarks_config_for_keys(cached: Path, missing: str, word: str) -> None:
+    config = json.loads((cached / "config.json").read_text())["quantization_config"]
+    del config[missing]
+    configure(cached, config)
+    assert any(word in each for each in findings(cached)[0])
+
+
+def test_vllm_has_one_dimension_for_quarks_channels(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path, "quark-channel")
+    tensors = stored(tmp_path)
+    tensors = {name: each.view(-1, 1) if name.endswith("_scale") else each for name, each in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert any("shape [256, 1], not [256]" in each or "scales of channels" in each for each in findings(tmp_path)[0])
+
+
+def test_a_cache_that_nothing_says_to_be_fp8_stays_as_it_is_in_vllm(cached: Path) -> None:
+    assert not any("nothing says to be FP8" in each for each in findings(cached)[1])
+    configure(cached, quark_configs.config(FP8, FP8))
+    assert any("nothing says to be FP8" in each for each in findings(cached)[1])
 
 
 def changed(**changes: Any) -> dict[str, Any]:

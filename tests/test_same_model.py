@@ -27,18 +27,21 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
-from precisionctl.model_parts import CSA, DSA, MLA, MSA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.recipe import load_recipe
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.same_model import STORED, TENSORS, differences
+from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.model.computes import (
     BESIDE_CSA,
     BESIDE_DELTA_NETS,
     BESIDE_MIXERS,
     BESIDE_MLA,
     BESIDE_MSA,
+    BESIDE_SHORT_CONVS,
     COMPUTED,
     named_values,
 )
@@ -134,7 +137,11 @@ READ: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "attention_output_gate": (True, False),
-    "experimental_attention_variant": ("gated_delta_net", None),
+    "experimental_attention_variant": ("gated_delta_net", "kda", None),
+    **dict.fromkeys(("kda_f_lora_rank", "kda_gate_lora_rank"), (8, None)),
+    "kda_safe_gate": (True, False),
+    "kda_lower_bound": (-3.0,),
+    "gated_attention_proj_granularity": ("headwise", "elementwise", None),
     "linear_attention_freq": (3, [1, 0, 1, 0]),
     **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"), (2,)),
     **dict.fromkeys(("linear_num_value_heads", "linear_conv_kernel_dim"), (8,)),
@@ -230,9 +237,18 @@ EXPERTS = dataclasses.replace(
 PLAIN_ROUTER = dataclasses.replace(DENSE, moe=MoE(8, 4, 12, (False, True)))
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 DELTA = dataclasses.replace(NO_WINDOW, gdn=GatedDeltaNet((True, False), 2, 4, 4, 6, 3))
+KDA = dataclasses.replace(
+    NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, kda=True, kda_lora_rank=5, kda_lower_bound=-5.0)
+)
+CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba2("M*", 4, 4, 2, 8))
+BESIDE = dataclasses.replace(
+    NO_WINDOW,
+    mamba=Mamba2("PP", 4, 4, 2, 8),
+    multipliers=Multipliers(1.5, 0.5, 0.75, 1.25, 0.5, (0.5, 0.75, 1.25, 1.5, 2.0), (1.5, 0.5)),
+)
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
 INDEXED = dataclasses.replace(LATENT, dsa=DSA(2, 8, 12, (True, True)))
 BLOCKS = dataclasses.replace(NO_WINDOW, msa=MSA(2, 8, 3, 2, 1, (False, True)))
@@ -316,6 +332,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "moe": EXPERTS.moe,
             "mla": LATENT.mla,
             "gdn": DELTA.gdn,
+            "short_conv": CONVOLUTIONS.short_conv,
             "mamba": MIXERS.mamba,
         }.items()
     ),
@@ -384,11 +401,30 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         (MIXERS, {f"mamba.{name}": value})
         for name, value in {"pattern": "*M", "num_heads": 8, "head_dim": 8, "num_groups": 4, "state_dim": 4}.items()
     ),
+    (MIXERS, {"mamba.gated_norm": False}),
+    (BESIDE, {"mamba.gated_norm": False}),
+    (BESIDE, {"multipliers": None}),
+    *(
+        (BESIDE, {f"multipliers.{name}": value})
+        for name, value in {
+            **dict.fromkeys(("attention_in", "attention_out", "key", "ssm_in", "ssm_out"), 3.0),
+            "ssm": (0.5, 0.75, 1.25, 1.5, 3.0),
+            "mlp": (3.0, 0.5),
+        }.items()
+    ),
     (MIXERS, {"rope_layers": (True, False)}),
     (MIXERS, {"norm_epsilon": 0.1}),
+    (CONVOLUTIONS, {"short_conv.layers": (False, True)}),
+    (CONVOLUTIONS, {"short_conv.kernel_dim": 4}),
     (DELTA, {"gdn.num_key_heads": 4}),
+    (dataclasses.replace(DELTA, gdn=dataclasses.replace(DELTA.gdn, num_key_heads=4)), {"gdn.kda": True}),
+    *((KDA, {"gdn.kda_lora_rank": rank}) for rank in (8, None)),
+    *((KDA, {"gdn.kda_lower_bound": bound}) for bound in (-1.0, None)),
+    (DELTA, {"gdn.allow_neg_eigval": True}),
+    (DELTA, {"gdn.norm_epsilon": 0.1}),
+    (DELTA, {"pre_layernorms": False, "post_layernorms": True}),
     (DELTA, {"gdn.layers": (False, True)}),
-    *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
+    *((LATENT, {f"mla.{field.name}": True if field.name == "output_gate" else 8}) for field in dataclasses.fields(MLA)),
     (LATENT, {"dsa": INDEXED.dsa}),
     (NO_WINDOW, {"msa": BLOCKS.msa}),
     *(
@@ -466,6 +502,8 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (with_fields(EXPERTS, {"moe.expert_bias": False}), {"moe.expert_bias_on_logits": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"gdn": dataclasses.replace(DELTA.gdn, layers=(False, False))}),
+    *((DELTA, {f"gdn.{name}": value}) for name, value in {"kda_lora_rank": 5, "kda_lower_bound": -5.0}.items()),
+    (NO_WINDOW, {"short_conv": ShortConv((False, False), 3)}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
     (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
@@ -554,7 +592,9 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
 
 
 NAMES = {
-    name for model in (EXPERTS, INDEXED, BLOCKS, DELTA, MIXERS, GLOBAL, STREAMS) for name, _ in named_values(model)
+    name
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, GLOBAL, STREAMS)
+    for name, _ in named_values(model)
 }
 
 
@@ -563,7 +603,13 @@ def test_gpt_lists_every_field_of_a_model() -> None:
         f"{group}.{field.name}"
         for group, kind in (
             *(("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2)),
-            *(("global_attention", GlobalAttention), ("csa", CSA), ("mhc", HyperConnections)),
+            *(
+                ("global_attention", GlobalAttention),
+                ("csa", CSA),
+                ("mhc", HyperConnections),
+                ("short_conv", ShortConv),
+                ("multipliers", Multipliers),
+            ),
         )
         for field in dataclasses.fields(kind)
     }
@@ -608,6 +654,16 @@ BESIDE_MSA_OTHERWISE = {
 }
 
 
+BESIDE_SHORT_CONVS_OTHERWISE = {
+    **{name: not value for name, value in BESIDE_SHORT_CONVS.items() if isinstance(value, bool)},
+    "gdn": DELTA.gdn,
+    "mamba": MIXERS.mamba,
+    "softplus_gate": "per-head",
+    "attention_chunk_size": 2,
+    "num_kv_shared_layers": 1,
+}
+
+
 def _other_than(value: object) -> object:
     if isinstance(value, bool):
         return not value
@@ -629,6 +685,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (EXPERTS, {"moe.score_function": "tanh"}),
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),
         *((DELTA, {name: _other_than(value)}) for name, value in BESIDE_DELTA_NETS.items()),
+        *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),
@@ -660,6 +717,17 @@ def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> N
 def test_what_gates_and_values_of_another_size_are_not_computed_beside_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UnknownArchitecture, match=f"is not computed here with .*{next(iter(change))}="):
         GPT(with_fields(DENSE, change), BF16)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [dataclasses.replace(BESIDE, gated_linear_unit=False), with_fields(MIXERS, {"multipliers": BESIDE.multipliers})],
+)
+def test_multipliers_of_other_layers_than_a_mixer_beside_attention_and_a_gated_mlp_are_refused(
+    model: ModelShape,
+) -> None:
+    with pytest.raises(UnknownArchitecture, match="is not computed here with multipliers="):
+        GPT(model, BF16)
 
 
 @pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])

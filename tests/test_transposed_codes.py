@@ -14,6 +14,7 @@ import transposed_directories
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GPTQConfig
 
 from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.decoded import transposed_codes
@@ -192,6 +193,82 @@ def test_inputs_of_awq_are_even(tmp_path: Path) -> None:
     assert torch.equal(decoded.rows("x.weight", 0, 16), values)
     with pytest.raises(DamagedCheckpoint, match="no codes of 2, 4 or 8 bits"):
         of_one(tmp_path, "awq", (16, 7), group_size=-1)
+
+
+def say_beside(directory: Path, name: str, said: dict[str, object]) -> None:
+    """Nothing in config.json, and this in a file of its own."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    (directory / name).write_text(json.dumps(said))
+
+
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+"""As AutoGPTQ (TheBloke's, of 2023) and AutoAWQ save them; the latter's words are those of its AwqConfig."""
+
+
+@pytest.mark.parametrize(
+    ("spelling", "file", "said"),
+    [
+        ("gptq", "quantize_config.json", AUTO_GPTQ),
+        ("gptq-v2", "quantize_config.json", {**AUTO_GPTQ, "quant_method": "gptq", "checkpoint_format": "GPTQ_V2"}),
+        ("awq", "quant_config.json", AUTO_AWQ),
+        ("awq", "quantize_config.json", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
+    ],
+)
+def test_a_file_beside_config_json_that_alone_says_how_weights_are_coded_is_read(
+    tmp_path: Path, spelling: str, file: str, said: dict[str, object]
+) -> None:
+    values = transposed_directories.make(tmp_path / "source", spelling)
+    say_beside(tmp_path / "source", file, said)
+    notes = conversions.run(tmp_path / "source", tmp_path / "bf16", "hf", workers=1, verify=True).notes
+    assert not any(note.startswith("Left behind") for note in notes)
+    found = stored(tmp_path / "bf16")
+    assert all(torch.equal(found[name], expected.float().bfloat16()) for name, expected in values.items())
+    assert not (tmp_path / "bf16" / file).exists()
+    (tmp_path / "bf16" / file).write_text(json.dumps(said))  # beside values it says nothing
+    assert describe(open_checkpoint(tmp_path / "bf16"))["precision"] == "bfloat16"
+
+
+def test_of_two_files_that_say_how_weights_are_coded_none_is_chosen(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    say_beside(tmp_path, "quant_config.json", AUTO_AWQ)
+    say = tmp_path / "quantize_config.json"
+    say.write_text(json.dumps(AUTO_GPTQ))
+    with pytest.raises(DamagedCheckpoint, match=r"quantize_config.json and quant_config.json both say"):
+        open_checkpoint(tmp_path)
+
+
+def test_config_json_counts_more_than_a_file_beside_it(tmp_path: Path) -> None:
+    values = transposed_directories.make(tmp_path, "gptq-v2")
+    (tmp_path / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ))
+    found = read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+    assert torch.equal(found, values[f"{UP}.weight"].float().bfloat16())
+
+
+@pytest.mark.parametrize("words", [{"w_bit": 8}, {"q_group_size": 64}])
+def test_autoawqs_own_words_are_held_against_the_tensors(tmp_path: Path, words: dict[str, int]) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    say(tmp_path, **words)
+    with pytest.raises(DamagedCheckpoint, match="codes of 4 bits, and config.json says|and groups of 64"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "said"), [("gptq", {"checkpoint_format": "GPTQ"}), ("gptq-v2", {"checkpoint_format": "GPTQ_v2"})]
+)
+def test_capitals_in_the_format_of_zero_points_mean_the_same(
+    tmp_path: Path, spelling: str, said: dict[str, object]
+) -> None:
+    """As to transformers' GPTQConfig."""
+    values = transposed_directories.make(tmp_path, spelling)
+    say(tmp_path, **said)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert GPTQConfig(**config).format == spelling.replace("-", "_")
+    found = read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
+    assert torch.equal(found, values[f"{UP}.weight"].float().bfloat16())
 
 
 BIASES = [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qko"]

@@ -11,15 +11,15 @@ _SWITCHES = (
     *("untie_embeddings_and_output_weights", "use_rope_scaling", "yarn_correction_range_round_to_int"),
     *("swiglu", "gated_linear_unit", "quick_geglu", "squared_relu", "bias_gelu_fusion", "is_hybrid_model"),
     *("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_apply_probs_on_input"),
-    *("enable_hyper_connections", "dsa_indexer_rope_interleaved"),
+    *("enable_hyper_connections", "dsa_indexer_rope_interleaved", "kda_safe_gate"),
 )
 _COUNTS = (
     *("mtp_num_layers", "num_experts", "moe_n_hash_layers", "moe_latent_size", "kv_channels", "vocab_size"),
-    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "kda_f_lora_rank", "kda_gate_lora_rank"),
 )
 _NUMBERS = (
     *("glu_linear_offset", "moe_router_topk_scaling_factor", "activation_func_clamp_value", "softmax_scale"),
-    "rotary_seq_len_interpolation_factor",
+    *("rotary_seq_len_interpolation_factor", "kda_lower_bound"),
 )
 
 

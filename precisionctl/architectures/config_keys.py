@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_fields import Activation
 from precisionctl.model_parts import MOST_LAYERS, check_size
-from precisionctl.model_shape import Activation, ModelShape
+from precisionctl.model_shape import ModelShape
 from precisionctl.sizes import counted
 
 Config = Mapping[str, Any]
@@ -147,6 +148,30 @@ class Synonyms:
 
     def write(self, model: ModelShape) -> Config:
         return {}
+
+
+@dataclass(frozen=True)
+class Reworded:
+    """An entry of whose keys files have other words, which a class of transformers takes for the same
+    (`attribute_map`): `words` has the keys' words. A file that has both must have one value in them. The words are
+    written only if they are the `published` ones."""
+
+    entry: Entry
+    words: Mapping[str, str]
+    published: bool
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.entry.keys, *(self.words[key] for key in self.entry.keys if key in self.words))
+
+    def read(self, config: Config, where: object) -> Fields:
+        said = {key: config[word] for key, word in self.words.items() if word in config}
+        Synonyms({word: key for key, word in self.words.items() if key in config}).read(config, where)
+        return self.entry.read({**config, **said}, where)
+
+    def write(self, model: ModelShape) -> Config:
+        written = self.entry.write(model)
+        return {self.words.get(key, key): value for key, value in written.items()} if self.published else written
 
 
 def is_on(config: Config, key: str, where: object, absent: bool = False) -> bool:

@@ -101,7 +101,7 @@ def experts_by_list(dense: int, key: str = "") -> Rule:
     return Rule(("mlp_layer_types", *((key,) if key else ())), read, write)
 
 
-def latent_attention(q_lora_rank: int) -> tuple[Entry, ...]:
+def latent_attention(q_lora_rank: int | None) -> tuple[Entry, ...]:
     """With the latents of queries of the family's class where the key is absent; null, there are none."""
     return (
         *SIZES,

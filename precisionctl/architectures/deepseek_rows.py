@@ -12,8 +12,7 @@ from precisionctl.param import COLUMNS, ROWS
 
 _QUERY_LATENT = when("query_latent")
 
-ATTENTION = (
-    *SEPARATE_NORM,
+LATENT_ATTENTION = (
     Row(
         "model.layers.{layer}.self_attn.q_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_q_proj.weight",
@@ -71,6 +70,8 @@ ATTENTION = (
         gemm=True,
     ),
 )
+
+ATTENTION = (*SEPARATE_NORM, *LATENT_ATTENTION)
 
 _INDEXER = "decoder.layers.{layer}.self_attention.core_attention.indexer"
 

@@ -14,8 +14,8 @@ from precisionctl.architectures.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import FUSED, experts
 from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
 from precisionctl.architectures.rearrangements import GATE_UP, SCALAR, VOCABULARY
-from precisionctl.model_parts import CSA
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+from precisionctl.sparse_parts import CSA
 
 _HF, _MEGATRON = "layers.{layer}.", "decoder.layers.{layer}."
 _ATTENTION, _CORE = f"{_MEGATRON}self_attention.", f"{_MEGATRON}self_attention.core_attention."

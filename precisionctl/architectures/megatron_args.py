@@ -12,6 +12,7 @@ from precisionctl.architectures.expert_args import moe_args, read_moe
 from precisionctl.architectures.indexer_args import DSA_NAME, dsa_args, read_dsa
 from precisionctl.architectures.recurrent_args import (
     DELTA_NET_NAMES,
+    KDA_NAME,
     delta_net_args,
     mamba_args,
     read_delta_net,
@@ -56,6 +57,8 @@ _SAME_NAME = (
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+GRANULARITY = "gated_attention_proj_granularity"
+"""What an output gate has a number for: of latent attention each head (`headwise`), on Megatron-LM's dev branch."""
 _YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
     "rotary_scaling_factor": ("factor", 40.0),
     "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
@@ -101,7 +104,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
         # only where a model has them: older versions do not know the words
-        **({"attention_output_gate": True} if model.attention_output_gate else {}),
+        **({"attention_output_gate": True} if model.attention_output_gate or model.output_gate_of_heads else {}),
+        **({GRANULARITY: "headwise"} if model.output_gate_of_heads else {}),
         **(
             {"no_rope_freq": [int(not each) for each in model.rope_layers]}
             if model.rope_layers and any(model.rope_layers)
@@ -217,12 +221,12 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = norm_epsilon(args, where)
-    variants = (None, DSA_NAME, CSA_NAME, *DELTA_NET_NAMES)
+    variants = (None, DSA_NAME, CSA_NAME, KDA_NAME, *DELTA_NET_NAMES)
     one_of(args, "experimental_attention_variant", variants, None, where)
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
     sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
-    mla = MLA(**sizes) if sizes else None
+    mla = MLA(**sizes, output_gate=_read_output_gate(args, where)) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     rope: dict[str, Any] = {
         "rotary_base": float(args.get("rotary_base", 10000)),
@@ -278,7 +282,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         mlp_bias=biased,
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
-        attention_output_gate=bool(args.get("attention_output_gate")),
+        attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
         mla=mla,
         dsa=read_dsa(args, num_layers),
         csa=csa,
@@ -290,6 +294,13 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         **rope,
         **_read_activation(args),
     )
+
+
+def _read_output_gate(args: Mapping[str, Any], where: object) -> bool:
+    """Whether latent attention has one, which is known of heads alone."""
+    if not args.get("attention_output_gate"):
+        return False
+    return bool(one_of(args, GRANULARITY, ("headwise",), None, where))
 
 
 def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,10 @@ from precisionctl.architectures.moe_rows import EXPERT_BIAS, FC1, FC1_SIZES, FC2
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_parts import MOST_LAYERS, Mamba2
+from precisionctl.model_parts import MOST_LAYERS
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
+from precisionctl.recurrent_parts import Mamba2
 
 _HF = "model.layers.{layer}.mixer."
 

@@ -53,6 +53,7 @@ Layers = Literal[
     "moe",
     "attention",
     "gdn",
+    "conv",
     "mamba",
     "indexed",
     "windowed",
@@ -67,8 +68,8 @@ Layers = Literal[
 COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
 """The letter, in a pattern of attention with compressed keys (CSA), of the layers that have such a row."""
 
-_BLOCKS = {"mamba": "M", "attention": "*", "dense": "-", "moe": "E"}
-"""Where each layer is one block: the rows of which layers each letter of a pattern has."""
+_BLOCKS = {"mamba": "MP", "attention": "*P", "dense": "-P", "moe": "E"}
+"""Where a pattern says what layers are made of: the letters of those that have such rows."""
 
 
 def when(switch: str) -> Condition:
@@ -83,7 +84,8 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, or an indexer, those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
+    mixer, a short convolution (`conv`), or an indexer,
+    those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
     that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses (`hashed`), or scores (`scored`),
     or all; of these, with `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is
     the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values`
@@ -133,8 +135,8 @@ class Row:
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Row:
         """The row with parts of its names replaced, in Hugging Face and in Megatron."""
-        names = tuple(_replaced(name, hf) for name in self.hf)
-        return replace(self, names=names, megatron=_replaced(self.megatron, megatron or {}))
+        names, values = (tuple(_replaced(name, hf) for name in each) for each in (self.hf, self.values))
+        return replace(self, names=names, values=values, megatron=_replaced(self.megatron, megatron or {}))
 
     @property
     def unused(self) -> bool:
@@ -205,9 +207,13 @@ class Row:
         if self.shares_kv not in (None, model.shares_kv(layer)):
             return False
         if model.mamba:
-            return self.layers == "all" or model.mamba.pattern[layer] == _BLOCKS.get(self.layers)
-        if self.layers in ("attention", "gdn"):
-            return model.has_delta_net(layer) == (self.layers == "gdn")
+            return self.layers == "all" or model.mamba.pattern[layer] in _BLOCKS.get(self.layers, "")
+        if self.layers == "attention":
+            return model.has_attention(layer)
+        if self.layers == "gdn":
+            return model.has_delta_net(layer)
+        if self.layers == "conv":
+            return model.has_short_conv(layer)
         if self.layers == "indexed":
             return model.has_indexer(layer)
         if self.layers in ("windowed", "global"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -176,6 +177,31 @@ class DeltaNetByKind(_RowPermutation):
 
 
 @dataclass(frozen=True)
+class ByPart(_RowPermutation):
+    """Hugging Face has a tensor for each part of Megatron's; `parts` is the field of ModelShape with their numbers of
+    rows."""
+
+    parts: str
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return tuple(_cut(whole, attrgetter(self.parts)(model)))
+
+
+class Thirds(_RowPermutation):
+    """Hugging Face has three tensors, of as many rows as `torch.chunk` gives them, whatever the parts are."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined(parts)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        third = -(-len(whole) // 3)
+        return tuple(_cut(whole, [third, third, len(whole) - 2 * third]))
+
+
+@dataclass(frozen=True)
 class Joined:
     """Hugging Face keeps the parts of another move in one tensor, one after the other."""
 
@@ -270,14 +296,17 @@ class LatentPairs(_RowPermutation):
         return _flat(_joined([plain, pairs], 1))
 
 
+@dataclass(frozen=True)
 class Squeezed(_Computation):
-    """Hugging Face keeps a vector as a matrix of one row."""
+    """Hugging Face keeps a vector as a tensor of more dimensions, all but one of size 1: a matrix of one row."""
+
+    shape: tuple[int, ...] = (1, -1)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0].squeeze(0)
+        return parts[0].flatten()
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (whole[None],)
+        return (whole.reshape(self.shape),)
 
 
 class Scalar(_Computation):
@@ -332,8 +361,11 @@ GAMMA = Gamma()
 ORDINARY_GAMMA = Gamma(ordinary=True)
 BY_HEAD = DeltaNetByHead()
 BY_KIND = DeltaNetByKind()
+THIRDS = Thirds()
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
 SQUEEZED = Squeezed()
+DELTA_NET_IN_PROJ = ByPart("gdn.in_proj_parts")
+DELTA_NET_CONV = ByPart("gdn.conv_parts")
 SCALAR = Scalar()
 OTHER_HALF_FIRST = OtherHalfFirst()

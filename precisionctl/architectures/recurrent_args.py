@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.args_said import all_but_every
+from precisionctl.architectures.args_said import all_but_every, one_of
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_parts import GatedDeltaNet, Mamba2
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
 
 HYBRID_PATTERN = "hybrid_layer_pattern"
 _DELTA_NET = {  # argument, field of GatedDeltaNet
@@ -18,6 +18,8 @@ _DELTA_NET = {  # argument, field of GatedDeltaNet
 }
 DELTA_NET_NAMES = ("gated_delta_net", "gdn")
 """Of `experimental_attention_variant`: the second since 2026, which still takes the first."""
+KDA_NAME = "kda"
+"""The same of Kimi delta attention, on Megatron-LM's dev branch."""
 _MAMBA = {  # argument, field of Mamba2
     "hybrid_override_pattern": "pattern",
     "mamba_num_heads": "num_heads",
@@ -31,19 +33,33 @@ def delta_net_args(model: ModelShape) -> dict[str, Any]:
     """Arguments since megatron-core 0.15; older versions do not know the words."""
     if model.gdn is None:
         return {}
+    gdn = model.gdn
+    kda = {
+        "kda_f_lora_rank": gdn.kda_lora_rank,
+        "kda_gate_lora_rank": gdn.kda_lora_rank,
+        "kda_safe_gate": gdn.kda_lower_bound is not None,
+        "kda_lower_bound": gdn.kda_lower_bound,
+    }
     return {
-        "experimental_attention_variant": DELTA_NET_NAMES[0],
-        **{argument: getattr(model.gdn, field) for argument, field in _DELTA_NET.items()},
-        "linear_attention_freq": [int(each) for each in model.gdn.layers],
+        "experimental_attention_variant": KDA_NAME if gdn.kda else DELTA_NET_NAMES[0],
+        **{argument: getattr(gdn, field) for argument, field in _DELTA_NET.items()},
+        **(kda if gdn.kda else {}),
+        "linear_attention_freq": [int(each) for each in gdn.layers],
     }
 
 
 def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
     """The inverse: `N` gives attention to every N-th layer, a list has 1 for a delta net. None where there are none."""
-    if args.get("experimental_attention_variant") not in DELTA_NET_NAMES:
+    variant = args.get("experimental_attention_variant")
+    if variant not in (*DELTA_NET_NAMES, KDA_NAME):
         return None
-    sizes = {field: args[argument] for argument, field in _DELTA_NET.items()}
-    return GatedDeltaNet(all_but_every(args["linear_attention_freq"], args["num_layers"]), **sizes)
+    fields = {field: args[argument] for argument, field in _DELTA_NET.items()}
+    if variant == KDA_NAME:
+        rank = args.get("kda_f_lora_rank")
+        one_of(args, "kda_gate_lora_rank", (rank,), None, "")
+        bound = args["kda_lower_bound"] if args.get("kda_safe_gate") else None
+        fields |= {"kda": True, "kda_lora_rank": rank, "kda_lower_bound": bound}
+    return GatedDeltaNet(all_but_every(args["linear_attention_freq"], args["num_layers"]), **fields)
 
 
 def mamba_args(model: ModelShape) -> dict[str, Any]:

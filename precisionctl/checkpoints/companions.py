@@ -59,7 +59,9 @@ KINDS = (
         ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
     ),
     CompanionKind(
-        ("hf_quant_config.json",), "made anew", "how the weights are coded; an export for TensorRT-LLM writes its own"
+        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        "made anew",
+        "how the weights are coded; an export for TensorRT-LLM writes its own",
     ),
     CompanionKind(
         ("*.md", "*.png", "*.jpg", "*.jpeg", "*.svg", "*.gif", "*.pdf"),

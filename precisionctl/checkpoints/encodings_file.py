@@ -18,7 +18,6 @@ from precisionctl.checkpoints.chunks import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
-from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.elements import E4M3, FP8, Packing
 from precisionctl.fp8.encoding import Encoding, grid_shape
@@ -106,11 +105,10 @@ class WeightEncodings:
         """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
-    def merges(self, name: str, dtype: DType) -> bool:
-        """Whether several codes of a weight may be one value in this dtype, from which only one of them comes back: up
-        to 255 steps from a zero point, two neighbours may be the same number in the 8 bits of BF16."""
-        with_zeros = self.scales[name].zero_points is not None
-        return with_zeros and self.weights[name].element.bits == 8 and dtype == DType.bfloat16
+    def merges(self, name: str) -> bool:
+        """Whether several codes of a weight may be one value in BF16, from which only one of them comes back: up to 255
+        steps from a zero point, two neighbours may be the same number in its 8 bits."""
+        return self.scales[name].zero_points is not None and self.weights[name].element.bits == 8
 
     def input_amax(self, name: str) -> Tensor | None:
         """The amax, FP32 `[]`, from which the fixed input scale of a weight was made; None without such a scale. Raises

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
+from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import unpacked
 from precisionctl.checkpoints.huggingface_files import (
@@ -40,6 +41,9 @@ from precisionctl.quant_methods.base import FLOATS, Scales
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
+
+COMPRESSION = "compression_config"
+"""What compressed-tensors called its `quantization_config` in 2024."""
 
 
 def recognise(path: Path) -> bool:
@@ -91,6 +95,8 @@ class HuggingFaceReader:
             )
         places = unpacked(stored_places(path, self._file_format))
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
+        if not self.config.get("quantization_config") and (beside := _codes_beside(path, stored)):
+            self.config |= {"quantization_config": beside}
         self.decoded = decoded_weights(self.config, StoredTensors(places), path / "config.json")
         coded = {} if self.decoded else coded_weights(self.config, stored, path / "config.json")
         for name, weight in coded.items():  # packed codes, under the name that the weight has
@@ -254,7 +260,8 @@ def config_of_values(
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    found.pop("quantization_config", None)
+    for key in ("quantization_config", COMPRESSION):
+        found.pop(key, None)
     if isinstance(found.get("text_config"), dict):
         found["text_config"].pop("quantization_config", None)
     found.pop("transformers_weights", None)  # the files have other names
@@ -288,12 +295,15 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote
-    in a file of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
+    """config.json, with the `quantization_config` that the text model of a wrapper has, that compressed-tensors named
+    otherwise in 2024 (in vLLM's order: 0.33, weight_utils.py get_quant_config), or that older ModelOpts wrote in a file
+    of its own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
     beside, text = path / QUANT_CONFIG, config.get("text_config")
     found = config.get("quantization_config")
     if not found and isinstance(text, dict):
         found = text.get("quantization_config")
+    if not found:
+        found = config.get(COMPRESSION)
     if not found and has_file(beside, path):
         found = _load_json(beside).get("quantization")
         if not isinstance(found, dict):
@@ -302,6 +312,18 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
         found = {"quant_method": "modelopt"} | found
     return config | {"quantization_config": found} if found else config
+
+
+def _codes_beside(path: Path, stored: Collection[str]) -> dict[str, Any] | None:
+    """What AutoGPTQ or AutoAWQ alone has said, in a file of its own, of a directory with their codes; None if there is
+    none. Raises DamagedCheckpoint for two."""
+    there = [name for name in FILES_BESIDE if has_file(path / name, path)]
+    if not there or not any(name.endswith(".qweight") for name in stored):
+        return None
+    if len(there) > 1:
+        what = f"{' and '.join(there)} both say how weights are coded, and config.json does not"
+        raise DamagedCheckpoint(what, where=path, do="Keep the one of the tool that made them.")
+    return {"quant_method": FILES_BESIDE[there[0]]} | _load_json(path / there[0])
 
 
 def _read_text(path: Path) -> bytes:

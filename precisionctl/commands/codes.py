@@ -243,7 +243,8 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
         "weights": ", ".join(dtypes),
         "format": method.name,
         "scheme": scheme,
-        "codes and scales": "those that the weights had before; new ones where values have changed",
+        "codes and scales": "the scales that the weights had before, and codes of their values; new scales where "
+        "values have changed",
         "input scales": inputs,
     }
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]

@@ -107,7 +107,7 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
             "transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's time_step_min, 0.001 if it "
             "says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is."
         )
-    if model.mamba and model.norm_epsilon != _MIXER_EPSILON:
+    if model.gated_norm and model.norm_epsilon != _MIXER_EPSILON:
         yield (
             f"Megatron-Core normalises what a Mamba-2 mixer gives with epsilon {_MIXER_EPSILON:g}, whatever the "
             f"arguments say; transformers and `resume` with the model's {model.norm_epsilon:g}."

@@ -59,7 +59,7 @@ def as_values(request: Request, source: Source) -> Result:
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
     """Raise PrecisionError for codes, or wider values of them, that become values from which not all come back."""
     plan, specs = source.plan, source.reader.specs
-    merged = next((name for name in encodings.weights if encodings.merges(name, DType.bfloat16)), None)
+    merged = next((name for name in encodings.weights if encodings.merges(name)), None)
     rounded = (
         plan.targets[write].dtype == DType.bfloat16
         and len(specs[read].shape) > 1

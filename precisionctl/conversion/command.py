@@ -175,7 +175,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
     notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]
     if encodings and plan.quantization:
-        notes += changed_notes(found.changed, encodings, command.reader.specs, plan)
+        notes += changed_notes(found, encodings, command.reader.specs, plan)
     if callable(states):
         states, state_notes = states(found.amax)
         notes += state_notes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.conversion.findings import Findings
 from precisionctl.fp8.elements import Element
 from precisionctl.fp8.group_scales import MXFP4_GROUP
 from precisionctl.param import TensorSpec
@@ -16,14 +17,15 @@ from precisionctl.quant_methods.coded_weights import recognise
 from precisionctl.sizes import counted
 
 EdgeKind = Literal["same", "same values", "exact", "in reach", "rounded"]
-"""What happens to codes whose values have not changed. `same`: the codes stay. `same values`: the scales stay, but
-values are BF16, in which several codes may be one (`WeightEncodings.merges`). `exact`: new codes for the same values.
-`in reach`: the same, except for values that E4M3 does not reach from the largest one of a block down (from 6 * 2^6 to
-2^-9). `rounded`: values are rounded once more."""
+"""What happens to codes whose values have not changed. `same`: the codes stay. `same values`: the scales stay, and the
+codes where values have not been BF16, in which several codes may be one (`WeightEncodings.merges`). `exact`: new codes
+for the same values. `in reach`: the same, except for values that E4M3 does not reach from the largest one of a block
+down (from 6 * 2^6 to 2^-9). `rounded`: values are rounded once more."""
 
 _IN_WORDS: Mapping[EdgeKind, str] = {
     "same": "the same codes again, where values and global scales are unchanged",
-    "same values": "codes of the same BF16 values, where these are unchanged; neighbouring codes may be one such value",
+    "same values": "codes of the same values, where these are unchanged; of values that have been BF16, neighbouring "
+    "codes may be one",
     "exact": "exact: under the scales that they have, all of these are numbers of E4M3",
     "in reach": "exact where a block's scales are within a factor of 2^14; else the values that differ are counted",
     "rounded": "rounded once more; the values that differ are counted",
@@ -53,7 +55,7 @@ def edges(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
                 after = _format(plan.targets[name], scales, plan.targets)
                 powers_of_2 = job.encode is not None and job.encode.numbers == "powers of 2"
                 kind = _kind(before, after, powers_of_2)
-                if kind == "same" and any(encodings.merges(name, read[each].dtype) for each in job.reads):
+                if kind == "same" and encodings.merges(name) and not all(read[each].is_codes for each in job.reads):
                     kind = "same values"
                 found[name] = Edge(before.name, after.name, kind)
     return found
@@ -91,15 +93,18 @@ def edge_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec]
 
 
 def changed_notes(
-    changed: Mapping[str, int], encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
+    findings: Findings, encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: Plan
 ) -> Iterator[str]:
-    """After a conversion: what became of those weights of a plan's result that were codes before; `changed` as in
-    Findings, `read` as in `edges`."""
+    """After a conversion: what became of those weights of a plan's result that were codes before; `read` as in `edges`.
+
+    Of codes with zero points, a value that is what its code decodes to, to the last bit, had no other code: neighbours
+    are farther apart than BF16 rounds a number that it holds."""
+    changed = findings.changed
     again = [name for name in plan.codes if name in encodings.weights]
     each = edges(encodings, read, plan)
     found = {name: edge for name, edge in each.items() if not edge.kind.startswith("same")}
     kept = [name for name in again if name not in found]
-    merged = {name for name, edge in each.items() if edge.kind == "same values"} - changed.keys()
+    merged = {name for name, edge in each.items() if edge.kind == "same values"} & findings.rounded - changed.keys()
     if kept or not found:
         same = len(set(kept) - merged - changed.keys())
         yield f"{same} of {len(kept)} weights have the same codes and scales as before."

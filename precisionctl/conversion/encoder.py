@@ -105,6 +105,7 @@ class Encoder:
             self._put(name, row, codes)
         self.found.zeroed |= {name: each.share for name, each in underflows.items() if each.share > UNDERFLOW}
         self.found.changed |= changed
+        self.found.rounded |= {name for name, found in seen.items() if not found.exact}
         self.put_known(encode)
 
     def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales, now: Encoding) -> int:

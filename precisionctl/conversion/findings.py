@@ -14,13 +14,15 @@ class Findings:
     `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
     each tensor that could not keep all its scales, the number of codes that differ from before, or, on an edge that
     rounds (`conversion/edges.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
-    encoded. `zeroed` has the share of elements that became zero, for tensors where it exceeds the limit beyond which
+    encoded. `rounded` are tensors of codes with zero points, some of whose values were those of codes rounded to BF16.
+    `zeroed` has the share of elements that became zero, for tensors where it exceeds the limit beyond which
     `inspect --fp8` advises against FP8 (fp8.statistics.UNDERFLOW).
     """
 
     amax: dict[str, float] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     with_nan: set[str] = field(default_factory=set)
+    rounded: set[str] = field(default_factory=set)
     zeroed: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -29,22 +31,30 @@ class Findings:
         self.amax |= other.amax
         self.changed |= other.changed
         self.with_nan |= other.with_nan
+        self.rounded |= other.rounded
         self.zeroed |= other.zeroed
         self.notes += other.notes
         return self
 
     def as_json(self) -> dict[str, object]:
         """All except the notes, for a journal or another rank."""
-        return {"amax": self.amax, "changed": self.changed, "with_nan": sorted(self.with_nan), "zeroed": self.zeroed}
+        names = {"with_nan": sorted(self.with_nan), "rounded": sorted(self.rounded)}
+        return {"amax": self.amax, "changed": self.changed, "zeroed": self.zeroed, **names}
 
     @classmethod
     def from_json(cls, value: Any) -> "Findings":
         """The inverse of `as_json`. Raises ValueError for anything else."""
         match value:
-            case {"amax": dict(amax), "changed": dict(changed), "with_nan": list(with_nan), "zeroed": dict(zeroed)}:
-                numbers = [*amax.values(), *changed.values(), *zeroed.values()]
-                if all(isinstance(n, int | float) for n in numbers) and all(isinstance(n, str) for n in with_nan):
-                    return cls(amax, changed, set(with_nan), zeroed)
+            case {
+                "amax": dict(amax),
+                "changed": dict(changed),
+                "with_nan": list(with_nan),
+                "rounded": list(rounded),
+                "zeroed": dict(zeroed),
+            }:
+                numbers, names = [*amax.values(), *changed.values(), *zeroed.values()], [*with_nan, *rounded]
+                if all(isinstance(n, int | float) for n in numbers) and all(isinstance(n, str) for n in names):
+                    return cls(amax, changed, set(with_nan), set(rounded), zeroed)
         raise ValueError("no findings")
 
 

@@ -36,8 +36,8 @@ from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDire
 from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Scheme
-from precisionctl.quant_methods.coded_weights import coded_weights, recognise
+from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Quantization, QuantMethod, Scheme, in_fp8
+from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,9 @@ class Engine:
         }
         text = _of_text(config)
         missing_keys = [
-            Finding("config.json", f"{key} is {shown(text[key])}" if text.get(key) is not None else f"no {key}", rule)
+            Finding(
+                "config.json", f"{key} is {shown(text[key])}" if isinstance(text.get(key), str) else f"no {key}", rule
+            )
             for missing, rule in self.keys.items()
             for key in missing(text)
         ]
@@ -172,13 +174,17 @@ class Engine:
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
-        scheme = method.read(quantization).narrowed(scales, specs).scheme
-        if scheme not in self.reads.get(method.name, ()) or method.spelling is None:
-            return [Finding("config.json", f"{method.name} with {_in_words(scheme)}", self.quantisation)]
+        said = method.read(quantization).narrowed(scales, specs)
+        scheme = said.scheme
+        codes = {name: specs[name] for name in scales}
+        by_kind: dict[str, list[str]] = {} if coded else {scheme: []}
+        for name, kind in _kinds(method, said, coded).items():
+            by_kind.setdefault(kind, []).append(name)
+        if unread := [kind for kind in by_kind if kind not in self.reads.get(method.name, ())]:
+            return [Finding("config.json", f"{method.name} with {_in_words(unread[0])}", self.quantisation)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
-        codes = {name: specs[name] for name in scales}
         shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
@@ -199,9 +205,15 @@ class Engine:
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
             *partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
+            *unequal_in_group(
+                {name: each for name, each in scales.items() if not specs[name].element.is_integer},
+                read,
+                self.fused,
+                self.global_scales,
+                (*FUSED, LATENT) if self.fuses else FUSED,
+            ),
             *unequal_experts(scales, read, self.experts),
-            *self.check_experts(scales, method.name, scheme),
+            *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
@@ -346,5 +358,14 @@ def engine_named(name: str, *others: str) -> Engine:
     return known[name]
 
 
+def _kinds(method: QuantMethod, said: Quantization, coded: Mapping[str, CodedWeight]) -> dict[str, str]:
+    """What the codes of each weight are: a scheme of FP8, or the name of packed ones. Where exports are written in the
+    method, all have the scheme that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`)."""
+    if said.blocks and method.spelling:
+        return dict.fromkeys(coded, said.scheme)
+    alone = {name: in_fp8([each.form.block], each.scales.input is not None).scheme for name, each in coded.items()}
+    return {name: each.spec.packing.name if each.spec.packing else alone[name] for name, each in coded.items()}
+
+
 def _in_words(scheme: str) -> str:
-    return f"{scheme} weights" if scheme in FOUR_BITS.values() else f"{scheme} activations"
+    return f"{scheme} weights" if scheme in (*FOUR_BITS.values(), "INT8") else f"{scheme} activations"

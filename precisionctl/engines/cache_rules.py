@@ -105,8 +105,8 @@ def cache_scales_of_projections(directory: QuantizedDirectory) -> Breaches:
 
 
 def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
-    """Scales, in `fp8` and `modelopt`, that are not exact in BF16: the first."""
-    for name in _scales(directory) if directory.method in ("fp8", "modelopt") else ():
+    """Scales, in `fp8`, `modelopt` and `quark`, that are not exact in BF16: the first."""
+    for name in _scales(directory) if directory.method in ("fp8", "modelopt", "quark") else ():
         value = directory.read(name).float()
         if not torch.equal(value.bfloat16().float(), value):
             yield name, f"{float(value.reshape(-1)[0]):.8g} is no number of BF16"
@@ -128,7 +128,9 @@ def cache_by(*strategies: str) -> Demand:
 
 
 def _is_fp8(directory: QuantizedDirectory) -> bool:
-    scheme = directory.quantization.get("kv_cache_scheme")
+    scheme, export = directory.quantization.get("kv_cache_scheme"), directory.quantization.get("export")
+    if directory.method == "quark":  # all else than FP8 is not read
+        return isinstance(export, Mapping) and bool(export.get("kv_cache_group"))
     if isinstance(scheme, Mapping):
         return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
     return directory.quantization.get("kv_cache_quant_algo") == "FP8"

@@ -11,10 +11,13 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.ignore_lists import IgnoreList
 from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FLOATS, FOUR_BITS, Scales
+from precisionctl.quant_methods.base import CODES, FLOATS, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_HEAD = ("lm_head",)
+"""What is no linear to those that read Quark (vLLM 0.33, quark.py get_quant_method_target)."""
 
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
@@ -29,11 +32,11 @@ def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], r
 def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     """Scales of a shape or dtype that the scheme does not have."""
     specs, scheme = directory.specs, directory.scheme
-    if scheme in FOUR_BITS.values():
-        return  # codes are not recognised with others
     exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
     for weight, scales in directory.scales.items():
+        if specs[weight].packing or directory.spelling is None:
+            continue  # such codes are not recognised with others
         for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
@@ -47,7 +50,10 @@ def wrongly_ignored(
     directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
 ) -> Iterator[Finding]:
     """Linears that are codes and ignored, or neither: the engine would misread both."""
-    is_ignored = ignore_list.of(directory.quantization)
+    is_ignored, never = (
+        ignore_list.of(directory.quantization),
+        directory.spelling.never if directory.spelling else _HEAD,
+    )
     for name in linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:
@@ -55,7 +61,7 @@ def wrongly_ignored(
             which = "its module" if called == module else f"its module, in memory `{called}`,"
             if coded and ignored:
                 yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
-            if not coded and not ignored and not called.endswith(directory.spelling.never):
+            if not coded and not ignored and not called.endswith(never):
                 yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
 
 
@@ -65,7 +71,7 @@ def linears(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [name for name in weights if "embed" not in name]
 
 
-def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
+def fused_weights(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
     """The weights of each group of linears that engines fuse."""
     for group in groups:
         first = f".{group[0]}.weight"
@@ -87,13 +93,16 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 def partly_quantized(
     scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Fused linears, or a layer's experts, of which only some are codes."""
-    for group in (*_groups(specs, fused), *_experts(specs).values()):
+    """Fused linears, or a layer's experts, of which only some are codes, or in another format."""
+    for group in (*fused_weights(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(
                 quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
             )
+        formats = {(specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantised}
+        if len(formats) > 1:
+            yield Finding(quantised[0], "codes in another format than those that it is fused with", rule)
 
 
 def unequal_in_group(
@@ -104,7 +113,7 @@ def unequal_in_group(
     fused: Iterable[tuple[str, ...]],
 ) -> Iterator[Finding]:
     """Fused linears with static scales, or global ones, that differ."""
-    for group in _groups(scales, fused):
+    for group in fused_weights(scales, fused):
         found = [scales[name] for name in group]
         static = [each for each in found if each.input is not None]
         for kind, names, rule in (
@@ -112,7 +121,7 @@ def unequal_in_group(
             ("global weight", [each.global_scale for each in found if each.global_scale], global_ones),
             ("input", [each.input for each in static if each.input], fixed),
         ):
-            values = [float(read(name)) for name in names]
+            values = [float(value) for name in names if (value := read(name)).numel() == 1]  # not of channels
             if len(set(values)) > 1:
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
 

@@ -3,7 +3,7 @@ it with its own text and source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
@@ -42,10 +42,14 @@ def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
     """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first. Global ones of
     four-bit codes are loaded as they are."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
-    eight = [each for each in scales if each.global_scale is None]
-    for name in (name for each in eight for name in each.names if directory.specs[name].dtype == DType.float32):
+    yield from beyond_bf16(directory, [name for each in scales if each.global_scale is None for name in each.names])
+
+
+def beyond_bf16(directory: QuantizedDirectory, scales: Iterable[str]) -> Breaches:
+    """The first of these scales that is not exact in BF16."""
+    for name in (name for name in scales if directory.specs[name].dtype in (DType.float32, DType.float16)):
         value = directory.read(name).reshape(-1)
-        beyond = value[value.bfloat16().float() != value]
+        beyond = value[value.bfloat16() != value]
         if len(beyond):
             yield name, f"{float(beyond[0]):.8g} is no number of BF16"
             return

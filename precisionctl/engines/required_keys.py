@@ -12,6 +12,13 @@ OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rop
 """Those of DeepSeek-V4's released config.json that transformers has others for."""
 
 
+def quantization_config_under_this_name(config: Mapping[str, Any]) -> Iterator[str]:
+    """`quantization_config` where a Reader has taken compressed-tensors' `compression_config` for it: then both are one
+    object."""
+    if config.get("quantization_config") and config["quantization_config"] is config.get("compression_config"):
+        yield "quantization_config"
+
+
 def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
     """These keys, in a config of these models."""
 

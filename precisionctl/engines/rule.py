@@ -41,16 +41,16 @@ class QuantizedDirectory:
     """A directory of FP8 codes, as the rules see it.
 
     model_type, quantization: that of config.json, and its `quantization_config`. method, scheme: the quant method and
-    scheme that it names. spelling: the names and shapes of that method's scales. specs: all stored tensors, by name.
-    scales: the names of the scales of each weight that is codes. read: returns a scale's value by its name.
-    hf_quant_config: the content of hf_quant_config.json, if there is one.
+    scheme that it names. spelling: the names and shapes of that method's scales; None if no export is written in it.
+    specs: all stored tensors, by name. scales: the names of the scales of each weight that is codes. read: returns a
+    scale's value by its name. hf_quant_config: the content of hf_quant_config.json, if there is one.
     """
 
     model_type: str
     quantization: Mapping[str, Any]
     method: str
     scheme: str
-    spelling: Spelling
+    spelling: Spelling | None
     specs: Mapping[str, TensorSpec]
     scales: Mapping[str, Scales]
     read: Callable[[str], Tensor]

@@ -113,7 +113,7 @@ class ServingLayout:
         shape = f"{[sum(parts), columns]}" + (f" on each of {self.ranks} GPUs" if self.ranks > 1 else "")
         if 0 in (columns, *parts):
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
-        if any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
+        if spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
         high, wide = block
         if high is None or wide is None:  # no scale is cut with the inputs

@@ -17,6 +17,15 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
+from precisionctl.engines.integer_rules import (
+    int8_experts,
+    int8_inputs_fixed,
+    int8_inputs_shifted,
+    int8_of_a_tensor,
+    int8_of_no_scheme,
+    scales_of_words_beyond_bf16,
+    zero_points_of,
+)
 from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
@@ -34,13 +43,13 @@ ENGINE = Engine(
         "w4a16": "compressed-tensors",
     },
     reads={
-        "compressed-tensors": ("NVFP4", "INT4", "static", "dynamic", "block"),
+        "compressed-tensors": ("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
         "modelopt": ("NVFP4", "static", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
     },
     reads_experts={
-        "compressed-tensors": ("NVFP4", "INT4", "static", "dynamic"),
+        "compressed-tensors": ("NVFP4", "INT4", "INT8", "static", "dynamic"),
         "modelopt": ("NVFP4", "static", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
@@ -119,6 +128,36 @@ ENGINE = Engine(
         format_of_weights_alone: EngineRule(
             "of a format that it does not know for activations, only the weights are FP8",
             "SGLang 0.5.23 compressed_tensors/utils.py is_activation_quantization_format",
+            fatal=False,
+        ),
+        int8_of_no_scheme(inputs_of_words=False): EngineRule(
+            "of INT8 it has schemes for bytes with inputs in INT8, and for words of `pack-quantized` without",
+            "SGLang 0.5.23 compressed_tensors.py _get_scheme_from_parts",
+        ),
+        int8_of_a_tensor: EngineRule(
+            "it requantises the parts of a fused linear to FP8, and its kernel wants a scale for each channel",
+            "SGLang 0.5.23 compressed_tensors_w8a8_int8.py process_weights_after_loading, apply_weights",
+        ),
+        int8_experts(by_token=False): EngineRule(
+            "experts in bytes are implemented for NPUs alone", "SGLang 0.5.23 compressed_tensors.py get_moe_scheme"
+        ),
+        zero_points_of(8): EngineRule(
+            "its one kernel, Marlin, is built for those of four bits",
+            "SGLang 0.5.23 compressed_tensors_wNa16.py, marlin_utils.py query_marlin_supported_quant_types",
+        ),
+        int8_inputs_fixed: EngineRule(
+            "it makes a scale for each token in its place",
+            "SGLang 0.5.23 compressed_tensors_w8a8_int8.py apply_weights",
+            fatal=False,
+        ),
+        int8_inputs_shifted: EngineRule(
+            "it rounds inputs without zero points",
+            "SGLang 0.5.23 compressed_tensors_w8a8_int8.py apply_weights",
+            fatal=False,
+        ),
+        scales_of_words_beyond_bf16: EngineRule(
+            "scales of packed integers are rounded to the model's dtype",
+            "SGLang 0.5.23 compressed_tensors_wNa16.py create_weights",
             fatal=False,
         ),
         cache_by("tensor"): EngineRule(

@@ -10,7 +10,9 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
+from precisionctl.engines.integer_rules import zero_points_of
 from precisionctl.engines.model_rules import ExpertDtype
+from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -35,6 +37,7 @@ ENGINE = Engine(
             "NVFP4",
             "MXFP4",
             "INT4",
+            "INT8",
             "static",
             "dynamic",
             "block",
@@ -122,6 +125,10 @@ ENGINE = Engine(
         without_dimension: EngineRule(
             "scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"
         ),
+        zero_points_of(4, 8): EngineRule(
+            "it makes place for zero points that are not packed, and those of the directory do not fit",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
+        ),
         scales_beyond_bf16: EngineRule(
             "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
             "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
@@ -139,7 +146,12 @@ ENGINE = Engine(
             "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
         ),
     },
-    keys={},
+    keys={
+        quantization_config_under_this_name: EngineRule(
+            "it does not know it as `compression_config`, and takes codes for weights",
+            "transformers 5.23 quantizers/auto.py, configuration_utils.py",
+        ),
+    },
     cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
     latents=EngineRule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",

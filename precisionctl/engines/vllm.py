@@ -20,7 +20,15 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
+from precisionctl.engines.integer_rules import (
+    int8_experts,
+    int8_inputs_of_group_unequal,
+    int8_of_no_scheme,
+    scales_of_words_beyond_bf16,
+    zero_points_of,
+)
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -42,6 +50,7 @@ ENGINE = Engine(
             "NVFP4",
             "MXFP4",
             "INT4",
+            "INT8",
             "static",
             "dynamic",
             "block",
@@ -52,12 +61,20 @@ ENGINE = Engine(
         "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
+        "quark": (
+            "MXFP4",
+            "static",
+            "dynamic",
+            "per-channel weights and static",
+            "per-tensor weights and dynamic",
+        ),
     },
     reads_experts={
-        "compressed-tensors": ("NVFP4", "MXFP4", "INT4", "static", "dynamic", "block", "mxfp8"),
+        "compressed-tensors": ("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
         "modelopt": ("NVFP4", "static", "mxfp8"),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
+        "quark": ("MXFP4", "static", "dynamic"),
     },
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
@@ -68,7 +85,7 @@ ENGINE = Engine(
     ),
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
-        "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
+        "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py, quark.py _get_scheme_cls_from_config",
     ),
     scales=EngineRule(
         "scales are loaded into FP32 parameters of fixed shapes",
@@ -123,6 +140,7 @@ ENGINE = Engine(
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
         "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME),
         "mxfp8": IgnoreList(("ignored_layers",), BY_PART_OR_GLOB),
+        "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX),
     },
     demands={
         unsaid_activations("fp8"): EngineRule(
@@ -150,6 +168,37 @@ ENGINE = Engine(
             "of a format that it does not know for activations, only the weights are FP8",
             "vLLM 0.33 compressed_tensors/utils.py is_activation_quantization_format",
             fatal=False,
+        ),
+        int8_of_no_scheme(inputs_of_words=True): EngineRule(
+            "of INT8 it has schemes for bytes with inputs in INT8, and for words of `pack-quantized`",
+            "vLLM 0.33 compressed_tensors.py _get_scheme_from_parts, _is_static_tensor_w8a8, _is_dynamic_token_w8a8",
+        ),
+        int8_inputs_of_group_unequal: EngineRule(
+            "it keeps the one that it loads last, for all that it fuses",
+            "vLLM 0.33 compressed_tensors_w8a8_int8.py create_weights, parameter.py BasevLLMParameter",
+            fatal=False,
+        ),
+        int8_experts(by_token=True): EngineRule(
+            "experts in bytes have a scale for each channel, and their inputs one for each token",
+            "vLLM 0.33 compressed_tensors_moe_w8a8_int8.py",
+        ),
+        zero_points_of(8): EngineRule(
+            "of its kernels only Machete (Hopper), and Conch and Humming where they are installed, take them",
+            "vLLM 0.33 kernels/linear/mixed_precision, marlin_utils.py query_marlin_supported_quant_types",
+            fatal=False,
+        ),
+        scales_of_words_beyond_bf16: EngineRule(
+            "scales of packed integers are rounded to the model's dtype",
+            "vLLM 0.33 compressed_tensors_wNa16.py create_weights",
+            fatal=False,
+        ),
+        quark_keys_unsaid: EngineRule(
+            "it asks Quark's config for these keys, which have no defaults",
+            "vLLM 0.33 quark/quark.py from_config, _find_matched_config, utils.py should_ignore_layer",
+        ),
+        quark_channels_in_columns: EngineRule(
+            "scales of channels are loaded into a parameter of one dimension",
+            "vLLM 0.33 quark/schemes/quark_w8a8_fp8.py create_weights",
         ),
         cache_by("tensor", "attn_head"): EngineRule(
             "a cache has one fixed scale for a layer or a head",

@@ -28,6 +28,7 @@ class BlockScales:
 
     For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the carried scale_inv (NaN or
     0 if there is none). `fits`, bool, says whether every value seen is the value of a code under the candidate.
+    `exact` says, where there are zero points, whether all values that fit are that to the last bit, and not rounded.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class BlockScales:
         elif carried and carried.zeros is None and divides is None and not zero_points:
             self.candidate = carried.in_blocks(rows, columns, block)
         self.fits = torch.zeros(shape, dtype=torch.bool) if carried is None else _usable(self.candidate)
+        self.exact = True
         self.has_nan = False
         """Whether any value so far is NaN."""
 
@@ -89,6 +91,8 @@ class BlockScales:
         codes = encoding.encode_rows(values, row, scratch=work)
         back = encoding.decode_rows(codes, row, scratch=work)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
+        if zeros is not None:
+            self.exact &= bool(((back == values) | ~same).all())
         self._reduce(misfit, (~same | values.isinf()).float(), row, work)
         self.fits[here] &= misfit == 0
 

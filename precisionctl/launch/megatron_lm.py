@@ -132,7 +132,7 @@ def _model_options(model: ModelShape) -> list[Option]:
         given.pop("rope_scaling_factor", None)
     try:
         understood = read_megatron_args({"q_lora_rank": None, **given}, model.padded_vocab_size, "")
-    except DamagedCheckpoint as error:
+    except (DamagedCheckpoint, UnknownArchitecture) as error:
         raise UnknownArchitecture(
             f"no flags are known here that tell Megatron-LM all of `{model.architecture}`",
             do="Megatron-Bridge takes the provider of its family: --framework megatron-bridge.",

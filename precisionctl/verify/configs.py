@@ -64,7 +64,11 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
     if data is None:
         return None
     config = parse_json(data, "config.json")
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in ("quantization_config", "compression_config", "model_type")
+    }
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -43,11 +43,13 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
         )
     method = recognise(reader.config)
     spelling = method.spelling if method else None
-    ruled = {"FP8", *(form.name for form in spelling.four_bits.values())} if spelling else set()
+    ruled = set(engine.reads.get(method.name, ())) if method else set()
+    ruled |= {form.name for form in spelling.four_bits.values()} if spelling else set()
+    ruled |= {"FP8"} if ruled else set()
     unruled = {each: name for each in reader.encodings if (name := reader.specs[each].codes_name) not in ruled}
     if unruled and not engine.takes_mxfp4(reader.config, unruled):
         raise UnknownFormat(
-            f"there are no rules for {next(iter(unruled.values()))} as this directory stores it",
+            f"there are no rules of {engine.title} for {next(iter(unruled.values()))} as this directory stores it",
             where=reader.path,
             do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )

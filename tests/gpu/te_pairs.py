@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
-from precisionctl.model_parts import CSA, MLA, MSA, GatedDeltaNet, GlobalAttention, HyperConnections, Mamba2, MoE
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
+from precisionctl.sparse_parts import CSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
 from precisionctl.trainer.model.gpt import GPT
@@ -164,6 +166,20 @@ SHAPES = {
         rotary_percent=0.25,
         gdn=GatedDeltaNet((True, False), 4, 8, 32, 32, 4),
         moe=MoE(4, 2, 128, (True, True), shared_ffn_hidden_size=128, shared_expert_gate=True),
+    ),
+    "like Kimi Linear": replace(
+        SHAPE,
+        num_query_groups=8,
+        rope_layers=(False, False),
+        mla=MLA(None, 64, 32, 16, 32),
+        gdn=GatedDeltaNet((True, False), 16, 16, 32, 32, 4, kda=True, kda_lora_rank=32),
+        moe=MoE(8, 2, 128, (False, True), shared_ffn_hidden_size=128, score_function="sigmoid", expert_bias=True),
+    ),
+    "like Ling 3": replace(
+        SHAPE,
+        num_query_groups=8,
+        mla=MLA(None, 64, 32, 16, 32, output_gate=True),
+        gdn=GatedDeltaNet((True, False), 16, 16, 32, 32, 4, kda=True, kda_lower_bound=-5.0),
     ),
     "like Nemotron-H": replace(
         SHAPE,

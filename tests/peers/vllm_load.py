@@ -24,6 +24,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_int8 as int8_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as int4_experts,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -36,6 +39,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import c
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_wNa16 as int4,
 )
+from vllm.model_executor.layers.quantization.quark.schemes import quark_ocp_mx
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
@@ -47,11 +51,13 @@ def no_kernel(*_: object, **__: object) -> SimpleNamespace:
     return SimpleNamespace(input_quant_key=lambda: None)
 
 
+quark_ocp_mx.init_mxfp4_linear_kernel = no_kernel
 nvfp4.init_nvfp4_linear_kernel = modelopt.init_nvfp4_linear_kernel = mxfp4.init_mxfp4_linear_kernel = no_kernel
 int4.choose_mp_linear_kernel = lambda *_, **__: no_kernel
 no_kernel.__name__ = "none"
 for experts in (nvfp4_experts, modelopt):
     experts.select_nvfp4_moe_backend = lambda *_, **__: (NvFp4MoeBackend.MARLIN, None)
+int8_experts.select_int8_moe_backend = lambda *_, **__: (None, None)
 int4_experts.select_wna16_moe_backend = lambda *_, **__: (WNA16MoEBackend.TRITON, None)
 fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = mxfp8.init_mxfp8_linear_kernel = no_kernel
 fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)

@@ -23,6 +23,10 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+FILES_BESIDE: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which AutoGPTQ and AutoAWQ have said how weights are coded, some of their directories only there, and the
+method if it names none (vLLM 0.33, auto_gptq.py and auto_awq.py get_config_filenames)."""
+
 _ROOM = 4 << 20
 """Bytes of a weight's codes that are cached. Without, reading rows would read a few bytes of each stored row at a
 time."""
@@ -88,13 +92,15 @@ class TransposedCodes(DecodedWeights):
         else:
             one_less = self._format_of(quantization) == "gptq"
         self._check_alike(quantization)
-        bits = quantization.get("bits")
-        groups = self._group_size({"group_size": 128, **quantization})  # as transformers' GPTQConfig and AwqConfig
+        said = {"group_size": 128, **quantization}  # as transformers' GPTQConfig and AwqConfig
+        if awq:  # AutoAWQ's own words, which vLLM looks for first
+            said |= {key: said[own] for key, own in (("bits", "w_bit"), ("group_size", "q_group_size")) if own in said}
+        bits, groups = said.get("bits"), self._group_size(said)
         return WordLayout(awq, one_less, [groups], [] if bits is None else [bits])
 
     def _format_of(self, quantization: Mapping[str, Any]) -> str:
         """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-        found: str = _value_of(quantization, "checkpoint_format", "gptq")
+        found = _value_of(quantization, "checkpoint_format", "gptq")
         if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
             what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
             raise self._unread(f"{what}, which is not read")
@@ -106,7 +112,7 @@ class TransposedCodes(DecodedWeights):
             what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
             raise self._unread(what)
         found = _value_of(quantization, "version", "gemm")
-        if not isinstance(found, str) or found.lower() != "gemm" or quantization.get("backend") == "llm-awq":
+        if found != "gemm" or quantization.get("backend") == "llm-awq":
             what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
             raise self._unread(what)
 
@@ -257,7 +263,8 @@ def _in_awq_order(words: Tensor) -> Tensor:
     return codes[..., _AWQ_ORDER].flatten(-2)
 
 
-def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> Any:
-    """The value of a key of the config, or of `format`, its name in other versions of the tools; else the `usual`
-    one."""
-    return next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
+def _value_of(quantization: Mapping[str, Any], key: str, usual: str) -> object:
+    """The value of a key of the config, or of `format`, its name in other versions of the tools, in small letters; else
+    the `usual` one."""
+    found = next((quantization[each] for each in (key, "format") if quantization.get(each) is not None), usual)
+    return found.lower() if isinstance(found, str) else found

@@ -15,7 +15,16 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.chunks import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.param import CONV_PARTS, IN_PROJ_PARTS, MIXER_CONV_PARTS, MIXER_PARTS, STATE, TensorSpec, state_name
+from precisionctl.param import (
+    CONV_PARTS,
+    IN_PROJ_PARTS,
+    KDA_PARTS,
+    MIXER_CONV_PARTS,
+    MIXER_PARTS,
+    STATE,
+    TensorSpec,
+    state_name,
+)
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
@@ -239,7 +248,10 @@ def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor
 
 _APART = (
     (re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w"), ("_w", "_v")),  # gate and up
-    (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in IN_PROJ_PARTS)),
+    *(
+        (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in parts))
+        for parts in (IN_PROJ_PARTS, KDA_PARTS, CONV_PARTS)
+    ),
     (re.compile(r"(.+\.conv1d\.weight)\.query"), tuple(f".{part}" for part in CONV_PARTS)),
     (re.compile(r"(.+\.in_proj\.weight)\.z"), tuple(f".{part}" for part in MIXER_PARTS)),
     (re.compile(r"(.+\.conv1d\.(?:weight|bias))\.x"), tuple(f".{part}" for part in MIXER_CONV_PARTS)),
@@ -254,7 +266,7 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
         for pattern, ends in _APART:
             match = pattern.fullmatch(first)
             parts = [found[match[1] + end] for end in ends if match[1] + end in found] if match else []
-            if not match or match[1] in found or len(parts) < len(ends) or not _alike(parts):
+            if not match or match[1] in joined or len(parts) < len(ends) or not _alike(parts):
                 continue
             above = [0, *itertools.accumulate(part.spec.rows for part in parts)]
             pieces = tuple(
@@ -304,8 +316,8 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
     or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
-    a linear; nor is it where a gate (Laguna's) reads it, too. Nor are norms of latents in an `indexed` model, whose
-    indexers read them too, and in DeepSeek-V4.
+    a linear; nor is it where a gate (Laguna's), or Kimi delta attention's beta_proj, reads it, too. Nor are norms of
+    latents in an `indexed` model, whose indexers read them too, and in DeepSeek-V4.
     """
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
@@ -325,7 +337,8 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
 
 def _fuses_norms(layer: str, names: Mapping[str, object]) -> bool:
     before_mlp = any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
-    return before_mlp and f"{layer}self_attention.linear_gate.weight" not in names
+    read_twice = any(f"{layer}self_attention.{module}.weight" in names for module in ("linear_gate", "beta_proj"))
+    return before_mlp and not read_twice
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

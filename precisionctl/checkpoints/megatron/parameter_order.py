@@ -2,7 +2,7 @@
 
 It is the order in which `__init__` registers modules (megatron/core/transformer: attention.py,
 multi_latent_attention.py, transformer_layer.py, mlp.py, moe/moe_layer.py, multi_token_prediction.py;
-megatron/core/ssm/gated_delta_net.py;
+megatron/core/ssm/gated_delta_net.py, gated_delta_net/kda.py;
 megatron/core/models/gpt/gpt_model.py). It depends on the layer spec: Transformer Engine fuses norms into linears, and
 experts are a grouped linear or a list of MLPs.
 """
@@ -52,6 +52,7 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_of(f"{attention}.conv1d", *_INNER),
         *_of(f"{attention}.out_norm", *_INNER),
         *_of(f"{attention}.out_proj", *_INNER),
+        *(f"{attention}.{module}.weight" for module in ("f_a_proj", "f_b_proj", "beta_proj", "g_a_proj", "g_b_proj")),
         f"{attention}.core_attention.softmax_offset",
         *_of(f"{attention}.linear_proj", *_INNER, "post_layernorm.weight"),
         *_fused_norm(modules, f"{attention}.linear_qkv"),

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from precisionctl.architectures.expert_args import BALANCING, CAPACITY
-from precisionctl.architectures.megatron_args import WITHOUT
+from precisionctl.architectures.megatron_args import GRANULARITY, WITHOUT
 from precisionctl.architectures.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.model_shape import ModelShape
@@ -69,6 +69,7 @@ _ONLY_READ = (
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     "dsa_indexer_scoring_relu",
+    *("kda_f_lora_rank", "kda_gate_lora_rank", "kda_safe_gate", "kda_lower_bound", GRANULARITY),
 )
 """Fields that only some of Bridge's providers have, the indexer's since 0.4: they are read, and not written alike."""
 _DELTA_NET_BLOCK = (
@@ -84,8 +85,9 @@ SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 def describes(model: ModelShape) -> bool:
     """Whether Bridge's generic providers have fields for all of a model: none has for all of an indexer, nor xIELU, nor
-    for DeepSeek-V4's layers."""
-    return model.dsa is None and model.csa is None and not model.xielu
+    for DeepSeek-V4's layers, nor for Kimi delta attention."""
+    kda = model.gdn is not None and model.gdn.kda
+    return model.dsa is None and model.csa is None and not model.xielu and not kda
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:

@@ -117,10 +117,10 @@ _ROWS = (
     *("mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.norm.weight"),
 )
 _ROWS_OF = re.compile(
-    r".+\.(?:linear_qkv|linear_gate|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(?:weight|bias)"
+    r".+\.(?:linear_qkv|linear_gate|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|f_b_proj|g_b_proj)\.(?:weight|bias)"
 )
 _FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
-_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|(?:self_attention|mixer)\.out_proj)\.weight\d*")
+_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2|(?:self_attention|(?:mamba_)?mixer)\.out_proj)\.weight\d*")
 
 
 def parallel_of(name: str, gated: bool) -> Parallel:

@@ -56,7 +56,16 @@ from precisionctl.checkpoints.torch_legacy.rank_shards import (
 from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import REPLICATED, ROWS, Parallel, Parallelism, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import (
+    REPLICATED,
+    ROWS,
+    THIRDS,
+    Parallel,
+    Parallelism,
+    TensorSpec,
+    kind_and_parameter,
+    state_name,
+)
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import has_file
 
@@ -219,9 +228,10 @@ class LegacyReader(MegatronDirectory):
             return ROWS if length == heads and not one_head else REPLICATED
         if name.endswith(("in_proj.weight", "conv1d.weight", "conv1d.bias")):
             with damage("arguments that describe no gated delta net, and no mixer", self.path):
-                cut = read_mamba(self.args) if ".mixer." in name else read_delta_net(self.args)
-            parts = (cut.in_proj_parts if "in_proj" in name else cut.conv_parts) if cut else (1,)
-            return replace(ROWS, parts=parts)
+                cut = read_mamba(self.args) if "mixer." in name else read_delta_net(self.args)
+            if cut is None:  # a short convolution, of which no argument says anything
+                return THIRDS if "in_proj" in name else ROWS
+            return replace(ROWS, parts=cut.in_proj_parts if "in_proj" in name else cut.conv_parts)
         # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)

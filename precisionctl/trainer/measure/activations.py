@@ -9,13 +9,16 @@ trainer's modules save them, which tests compare with what autograd saves.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from precisionctl.model_parts import CSA, GatedDeltaNet, HyperConnections, Mamba2
+from precisionctl.model_parts import HyperConnections
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
+from precisionctl.sparse_parts import CSA
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import compressed_rows, compression
 from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
 from precisionctl.trainer.model.attention import SINK_CHANNELS
+from precisionctl.trainer.model.delta_rule import BLOCK
 from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrence import CHUNK
 
@@ -36,6 +39,7 @@ def pass_bytes(
     activated = max(model.fc1_size, model.kv_shared_fc1_size)
     others = [each.qkv_size if each.mla is None else each.query_size for each in model.attentions]
     others += [each.in_proj_size for each in (model.gdn, model.mamba) if each]
+    others += [model.short_conv_size] if model.short_conv else []
     others.append(model.streams_size)
     if model.moe:
         activated = max(activated, model.moe.topk * model.expert_fc1_size)
@@ -91,7 +95,10 @@ class BytesKept:
 
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
-    norms = 1 if model.mamba else 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    model = model.normed_as(layer)
+    norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
+    if model.mamba and not model.parallel_mixers:
+        norms = 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
@@ -104,8 +111,11 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
         made += read + _mixer(model.mamba, kept) / kept.tensor
-    elif model.gdn and model.has_delta_net(layer):
-        made += read + _delta_net(model.gdn, kept) / kept.tensor
+    if model.gdn and model.has_delta_net(layer):
+        net = _kimi_delta_attention if model.gdn.kda else _delta_net
+        made += read + net(model.gdn, kept) / kept.tensor
+    elif model.has_short_conv(layer):
+        made += read + _short_conv(model, kept) / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
@@ -133,6 +143,8 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
+        if model.mla.output_gate:  # in FP32, and its other factor
+            made += 4 * heads + 2 * out
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
@@ -172,6 +184,25 @@ def _delta_net(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     # and the state of each chunk
     rule = 6 * 4 * CHUNK * heads + 9 * 4 * keys + 3 * 4 * gdn.value_size + 4 * keys * gdn.value_head_dim // CHUNK
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
+    """The same of Kimi delta attention."""
+    heads, keys = gdn.num_value_heads, gdn.key_size
+    made = 4 * gdn.conv_size + 8 * keys + 2 * 2 * keys + 12 * heads + 2 * kept.input * (gdn.kda_lora_rank or 0)
+    # All FP32: products of the tokens of a chunk with each other; for each channel of a key what decays between tokens
+    # of a block, and keys that have decayed so, twice earlier keys, and what is made of keys and queries; values and
+    # steps, and the state of each chunk
+    of_channel = 2 * BLOCK + CHUNK // BLOCK + 17
+    rule = 3 * 4 * CHUNK * heads + 4 * of_channel * keys + 3 * 4 * gdn.value_size
+    rule += 4 * keys * gdn.value_head_dim // CHUNK
+    return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
+
+
+def _short_conv(model: ModelShape, kept: BytesKept) -> float:
+    """Bytes that a short convolution saves for the backward for each token: the gates and what the first one lets
+    through, what the convolution reads and gives, and what both gates leave of it."""
+    return 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
 
 
 def _mixer(mamba: Mamba2, kept: BytesKept) -> float:

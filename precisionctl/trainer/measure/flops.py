@@ -4,7 +4,8 @@ The convention is that of Megatron-LM's `num_floating_point_operations` (megatro
 are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
 that a token goes through, of attention the half that a causal mask leaves (whatever the window, but of each chunk by
 itself), and logits of the padded vocabulary; of a gated delta net its convolution too, and four products of a state's
-size for each token; of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
+size for each token; of a short convolution itself;
+of a Mamba-2 mixer 7 FLOPs for each number of a state and token; of DeepSeek-V4's attention the
 window, the compressed keys that a query may choose, and the indexer; of MiniMax-M3's all pairs, whichever blocks its
 indexer chooses, and not the indexer. Routers, what joins residual streams, norms, rotary embedding and softmax do not
 count, nor what `train.recompute` and the guard's passes compute additionally: these are FLOPs of the model, not of the
@@ -13,8 +14,10 @@ machine.
 
 from collections.abc import Iterable, Mapping
 
-from precisionctl.model_parts import CSA, MoE
+from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet
+from precisionctl.sparse_parts import CSA
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
@@ -30,11 +33,13 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
             products += sum(each) * delta_rule(model)
+        elif model.short_conv and model.has_short_conv(layer):
+            products += sum(each) * model.short_conv.kernel_dim * model.hidden_size
         elif model.csa:
             products += sum(_compressed_attention(model, model.csa, layer, length) for length in each)
-        elif model.mamba and model.has_mixer(layer):
+        if model.mamba and model.has_mixer(layer):
             scans += sum(each) * SCAN * model.mamba.inner_size * model.mamba.state_dim
-        elif model.has_attention(layer):
+        if model.has_attention(layer) and not model.csa:
             attention = model.attention_of(model.in_window(layer))
             # Multiply-adds for each pair of a query and an earlier token: queries with keys, scores with values
             per_pair = attention.query_size + attention.projection_size
@@ -82,13 +87,15 @@ def delta_rule(model: ModelShape) -> int:
 
 def projections(model: ModelShape, layer: int) -> int:
     """The number of weights in the linears of a layer's attention, or of what it has in its place."""
-    hidden, mla = model.hidden_size, model.mla
+    hidden, mla, mixer = model.hidden_size, model.mla, 0
     if model.mamba and model.has_mixer(layer):
-        return hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
+        mixer = hidden * (model.mamba.in_proj_size + model.mamba.inner_size)
     if model.gdn and model.has_delta_net(layer):
-        return hidden * (model.gdn.in_proj_size + model.gdn.value_size)
+        return hidden * (model.gdn.in_proj_size + model.gdn.value_size) + beside_in_proj(model.gdn, hidden)
+    if model.has_short_conv(layer):
+        return hidden * (model.short_conv_size + hidden)
     if not model.has_attention(layer):
-        return 0
+        return mixer
     if model.csa:
         queries = model.csa.q_lora_rank * (hidden + model.query_size)
         given = model.csa.o_lora_rank * model.projection_size + model.csa.grouped_size * hidden
@@ -98,10 +105,20 @@ def projections(model: ModelShape, layer: int) -> int:
     model = model.attention_of(model.in_window(layer))
     out = model.projection_size * hidden
     if mla is None:
-        return hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
+        return mixer + hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
-    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + out
+    gate = hidden * model.num_attention_heads if mla.output_gate else 0
+    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + gate + out
+
+
+def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:
+    """The number of weights in the linears of Kimi delta attention that make learning rates, and decays and gates if it
+    makes these in two steps."""
+    if not gdn.kda:
+        return 0
+    rank = gdn.kda_lora_rank or 0
+    return hidden * gdn.num_value_heads + rank * (2 * hidden + gdn.key_size + gdn.value_size)
 
 
 def compression(model: ModelShape, layer: int) -> int:

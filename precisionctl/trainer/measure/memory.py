@@ -74,7 +74,8 @@ def _histories(model: ModelShape, recipe: Recipe) -> int:
     if not recipe.precision.keeps_state:
         return 0
     of_experts = model.moe.num_experts + 1 if model.moe else 0
-    beside = 0 if model.mamba else 2  # the two of attention beside those of an MLP, where a layer is no single block
+    # The two of attention beside those of an MLP, and those of a mixer, where a layer is no single block
+    beside = 4 if model.parallel_mixers else 0 if model.mamba else 2
     gemms = sum(beside + 2 * (of_experts if model.has_experts(layer) else 1) for layer in range(model.num_layers))
     return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 

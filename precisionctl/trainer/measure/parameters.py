@@ -90,3 +90,4 @@ def tensor_sizes(model: ModelShape) -> Iterator[int]:
     yield model.hidden_size * max(model.fc1_size, model.kv_shared_fc1_size, *of_attention)
     yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
     yield from (model.hidden_size * each.in_proj_size for each in (model.gdn, model.mamba) if each)
+    yield model.hidden_size * model.short_conv_size if model.short_conv else 0

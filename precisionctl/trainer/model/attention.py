@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import DSA, MLA, MSA
+from precisionctl.model_parts import MLA
 from precisionctl.model_shape import ModelShape
+from precisionctl.sparse_parts import DSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.block_indexer import BlockIndexer, attend_to_blocks
@@ -171,6 +172,7 @@ class SelfAttention(nn.Module):
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.key_factor = model.multipliers.key if model.multipliers else 1.0
         self.linear_gate: nn.Linear | None = None
         if model.softplus_gate:
             self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
@@ -196,7 +198,8 @@ class SelfAttention(nn.Module):
             query, gate = (part.flatten(2, 3) for part in of_groups.unbind(3))
         query = scaled(self._placed(query, self.q_layernorm, positions), positions)
         if shared is None:
-            key, value = self._placed(own[0], self.k_layernorm, positions), own[-1]
+            key = own[0] if self.key_factor == 1 else own[0] * self.key_factor
+            key, value = self._placed(key, self.k_layernorm, positions), own[-1]
             if self.v_l2_norm:
                 value = F.rms_norm(value, value.shape[-1:], eps=self.l2_epsilon)
             if self.value_scale != 1:
@@ -298,6 +301,9 @@ class MLASelfAttention(nn.Module):
         self.core_attention = CoreAttention(model, backend, scale)
         if indexer:
             self.core_attention.indexer = Indexer(model, indexer, mla.q_lora_rank or hidden, backend)
+        self.linear_gate: nn.Linear | None = None
+        if mla.output_gate:
+            self.linear_gate = plain_linear(hidden, model.num_attention_heads // backend.world.tensor.size, backend)
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -325,5 +331,10 @@ class MLASelfAttention(nn.Module):
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = scaled(torch.cat([plain, rotate(turned, positions, interleaved=True)], -1), positions)
-        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        attended = self.core_attention(query, key, value, positions)
+        if self.linear_gate is not None:
+            opened = product(F.linear, ranks.copy(hidden), self.linear_gate.weight).float().sigmoid()
+            by_head = attended.view(*opened.shape, -1)
+            attended = (by_head * opened[..., None]).to(attended.dtype).view_as(attended)
+        out: Tensor = self.linear_proj(attended)
         return out

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_shape import Activation, ModelShape
+from precisionctl.model_fields import Activation
+from precisionctl.model_shape import ModelShape
 
 ANY = None
 """Every value that a ModelShape may have."""
@@ -58,8 +59,13 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("csa.n_heads", "csa.head_dim", "csa.topk"), ANY),
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
-    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim"), ANY),
+    **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
+    **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound", "mla.output_gate"), ANY),
+    **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
+    **dict.fromkeys(("mamba.gated_norm", "multipliers", "multipliers.attention_in", "multipliers.attention_out"), ANY),
+    **dict.fromkeys(("multipliers.key", "multipliers.ssm_in", "multipliers.ssm_out", "multipliers.ssm"), ANY),
+    "multipliers.mlp": ANY,
 }
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
@@ -75,14 +81,20 @@ BESIDE_MLA: Mapping[str, object] = {**GROUPED_QUERIES_ALONE, "rotary_percent": 1
 """What layers with latent attention compute of these."""
 
 BESIDE_DELTA_NETS: Mapping[str, object] = {
-    "pre_layernorms": True,
     "parallel_residual": False,
-    "post_layernorms": False,
     "add_bias_linear": False,
     "activation": "silu",
     "attention_chunk_size": None,
 }
 """What layers with a gated delta net compute of these; those with attention heed them."""
+
+BESIDE_SHORT_CONVS: Mapping[str, object] = {
+    **dict.fromkeys(("gdn", "mamba", "csa", "softplus_gate", "attention_chunk_size"), None),
+    **dict.fromkeys(("parallel_residual", "post_layernorms", "add_bias_linear"), False),
+    "pre_layernorms": True,
+    "num_kv_shared_layers": 0,
+}
+"""What a model with short convolutions computes of these."""
 
 BESIDE_MIXERS: Mapping[str, object] = {
     "pre_layernorms": True,
@@ -134,6 +146,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     beside = {
         **(BESIDE_MLA if model.mla else {}),
         **(BESIDE_DELTA_NETS if model.gdn else {}),
+        **(BESIDE_SHORT_CONVS if model.short_conv else {}),
         **(BESIDE_MIXERS if model.mamba else {}),
         **(BESIDE_CSA if model.csa else {}),
         **(BESIDE_MSA if model.msa else {}),
@@ -161,6 +174,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,
+        "multipliers": bool(model.multipliers) != model.parallel_mixers
+        or (model.multipliers and not model.gated_linear_unit),
         "activation": model.xielu and (model.moe or model.gated_linear_unit),
     }
     yield from ((name, values[name]) for name, holds in refused.items() if holds)
@@ -169,6 +184,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
     """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
     yield from vars(model).items()
-    for group in ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "mamba", "global_attention"):
+    groups = ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "short_conv", "mamba", "multipliers", "global_attention")
+    for group in groups:
         part = getattr(model, group)
         yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

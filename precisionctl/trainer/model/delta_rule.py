@@ -1,43 +1,51 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3); or on a GPU, in BF16, by
-flash-linear-attention where that is installed and its gradients are right.
+"""The gated delta rule in plain PyTorch, chunk by chunk (arXiv 2412.06464, section 3.3; by channels 2510.26692, section
+3); or on a GPU, in BF16, by flash-linear-attention where that is installed and its gradients are right, but not by
+channels.
 
-Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)` and learns by a step of size `b` to give
-the value `v` for the key `k`: `S' = exp(g) S`, then `S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps
-of a chunk depend on one another by a triangular system, which is solved at once.
+Each head has a state `S` `[K, D]`, of zeros at first, which decays by `exp(g)`, one number or one for each channel K,
+and learns by a step of size `b` to give the value `v` for the key `k`: `S' = exp(g) S`, then
+`S = S' + b k (v - S'^T k)^T`. Queries read it: `S^T q`. The steps of a chunk depend on one another by a triangular
+system, which is solved at once.
 """
 
 from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.trainer.model.recurrence import decays_between, in_chunks
+from precisionctl.trainer.model.recurrence import CHUNK, decays_between, in_chunks
 
 _EPSILON = 1e-6
 """Added to the squares of a query's or a key's length, which both are divided by."""
 
 
+BLOCK = 8
+"""Tokens of which all pairs are decayed channel by channel, `[BLOCK, BLOCK, K]`: fewer take less memory and more
+products of matrices."""
+
+
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` and `b` `[B, S, N]`, N a multiple of H; gives
-    `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
-    if value.is_cuda and value.dtype == torch.bfloat16 and (kernel := _flash_kernel()):
+    """Queries and keys `[B, S, H, K]`, values `[B, S, N, D]`, `g` `[B, S, N]` or, for each channel, `[B, S, N, K]`, `b`
+    `[B, S, N]`, N a multiple of H; gives `[B, S, N, D]`, computed in FP32 or wider, in the values' dtype."""
+    by_channel = decay.dim() > beta.dim()
+    if value.is_cuda and value.dtype == torch.bfloat16 and not by_channel and (kernel := _flash_kernel()):
         return kernel(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0]
     length, wide = value.shape[1], torch.promote_types(value.dtype, torch.float32)
     served = value.shape[2] // key.shape[2]
     query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
     query = query * key.shape[-1] ** -0.5
     query, key, new, rates, decays = (
-        in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], decay[..., None])
+        in_chunks(each.to(wide))
+        for each in (query, key, value, beta[..., None], decay if by_channel else decay[..., None])
     )  # [B, N, chunks, CHUNK, ...]
     past = decays.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
-    between = decays_between(past)
-    system = rates * (key @ key.mT) * between  # only what is below its diagonal counts
+    system, seen = (_by_channel if by_channel else _by_head)(query, key, past, rates)
     learned = torch.linalg.solve_triangular(system, rates * new, upper=False, unitriangular=True)
     read = torch.linalg.solve_triangular(system, rates * past.exp() * key, upper=False, unitriangular=True)
-    seen = (query @ key.mT) * between
     from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
-    whole = past[..., -1:, :].exp()
+    whole = past[..., -1:, :].exp().mT
     state = new.new_zeros(*new.shape[:2], key.shape[-1], new.shape[-1])
     outputs = []
     for chunk in range(new.shape[2]):
@@ -45,6 +53,33 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         outputs.append(from_state[:, :, chunk] @ state + seen[:, :, chunk] @ steps)
         state = whole[:, :, chunk] * state + to_state[:, :, chunk].mT @ steps
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
+
+
+def _by_head(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of each token's key, times its learning rate, and of its query with the keys up to its own, which
+    have decayed meanwhile, `[..., CHUNK, CHUNK]`: the triangular system, of which only what is below its diagonal
+    counts, and what queries see of a chunk. Of queries and keys `[..., CHUNK, K]`, learning rates `[..., CHUNK, 1]` and
+    the logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
+    between = decays_between(past)
+    return rates * (key @ key.mT) * between, (query @ key.mT) * between
+
+
+def _by_channel(query: Tensor, key: Tensor, past: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of decays of each channel, `[..., CHUNK, K]`. Between a block's tokens these are taken pair by pair;
+    earlier keys decay to the block's first token, and from there on: each of the two exponentials is at most 1."""
+    each, blocks = torch.stack((key, query), -2), []  # [..., CHUNK, 2, K]
+    upper = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=past.device).triu(1)[..., None]
+    for first in range(0, CHUNK, BLOCK):
+        block = slice(first, first + BLOCK)
+        here, pasts, start = each[..., block, :, :], past[..., block, :], past[..., first : first + 1, :]
+        pairs = (pasts[..., :, None, :] - pasts[..., None, :, :]).masked_fill(upper, -torch.inf).exp()
+        within = here @ (key[..., None, block, :] * pairs).mT  # [..., BLOCK, 2, BLOCK]
+        before = key[..., :first, :] * (start - past[..., :first, :]).exp()
+        since = here * (pasts - start).exp()[..., None, :]
+        earlier = (since.flatten(-3, -2) @ before.mT).view(*since.shape[:-1], first)
+        blocks.append(F.pad(torch.cat([earlier, within], -1), (0, CHUNK - first - BLOCK)))
+    keys, seen = torch.cat(blocks, -3).unbind(-2)
+    return rates * keys, seen
 
 
 @cache

@@ -4,16 +4,33 @@ Shape letters: B batch, S sequence, T tokens, E hidden_size; H key heads and N v
 channels.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import GatedDeltaNet
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrence import by_text, convolved
+
+
+def convolution(gdn: GatedDeltaNet, backend: Backend) -> nn.Conv1d:
+    """Of each channel of a tensor rank's queries, keys and values by itself."""
+    channels = gdn.conv_size // backend.world.tensor.size
+    taps = gdn.conv_kernel_dim
+    return nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=backend.dtype, device=backend.device)
+
+
+def in_heads(mixed: Tensor, gdn: GatedDeltaNet) -> tuple[Tensor, ...]:
+    """Queries, keys and values of a tensor rank `[B, S, channels]` as `[B, S, H, K]` twice and `[B, S, N, D]`."""
+    ranks = gdn.conv_size // mixed.shape[-1]
+    each = torch.split(mixed, [rows // ranks for rows in gdn.conv_parts], -1)
+    sizes = (gdn.key_head_dim, gdn.key_head_dim, gdn.value_head_dim)
+    return tuple(part.reshape(*part.shape[:2], -1, size) for part, size in zip(each, sizes, strict=True))
 
 
 class GatedDeltaNetAttention(nn.Module):
@@ -24,16 +41,15 @@ class GatedDeltaNetAttention(nn.Module):
     def __init__(self, name: str, model: ModelShape, gdn: GatedDeltaNet, backend: Backend) -> None:
         super().__init__()
         ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
-        self.parts = [rows // ranks for rows in gdn.in_proj_parts]
-        self.key_head, self.value_head = gdn.key_head_dim, gdn.value_head_dim
-        norm, heads, channels = norm_of(model), gdn.num_value_heads // ranks, sum(self.parts[:3])
+        self.gdn, self.parts = gdn, [rows // ranks for rows in gdn.in_proj_parts]
+        norm, heads = norm_of(model), gdn.num_value_heads // ranks
         self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, gdn.in_proj_size, False, norm)
-        self.conv1d = nn.Conv1d(
-            channels, channels, gdn.conv_kernel_dim, groups=channels, bias=False, dtype=dtype, device=device
-        )
+        self.conv1d = convolution(gdn, backend)
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
-        self.out_norm = backend.norm(gdn.value_head_dim, norm)
+        out_norm = norm if gdn.norm_epsilon is None else replace(norm, epsilon=gdn.norm_epsilon)
+        self.out_norm = backend.norm(gdn.value_head_dim, out_norm)
+        self.fastest = 2 if gdn.allow_neg_eigval else 1
         self.out_proj = backend.linear(f"{name}.out_proj", gdn.value_size, model.hidden_size, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -45,12 +61,8 @@ class GatedDeltaNetAttention(nn.Module):
         """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
         channels = sum(self.parts[:3])
         mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
-        heads = torch.split(convolved(mixed, self.conv1d), self.parts[:3], -1)
-        query, key, value = (
-            each.reshape(*each.shape[:2], -1, size)
-            for each, size in zip(heads, (self.key_head, self.key_head, self.value_head), strict=True)
-        )
+        query, key, value = in_heads(convolved(mixed, self.conv1d), self.gdn)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        read = gated_delta_rule(query, key, value, decay, beta.sigmoid())
+        read = gated_delta_rule(query, key, value, decay, self.fastest * beta.sigmoid())
         gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())
         return gated.to(projected.dtype).flatten(2)

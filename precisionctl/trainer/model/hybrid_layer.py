@@ -1,9 +1,10 @@
-"""A layer of one block, as Megatron-Core's hybrid stack has them (ssm/mamba_block.py)."""
+"""A layer of one block, as Megatron-Core's hybrid stack has them (ssm/mamba_block.py), or of three, as
+Megatron-Bridge's Falcon-H1 (modeling_falconh1/falconh1_layer.py)."""
 
 from torch import Tensor, nn
 
-from precisionctl.model_parts import Mamba2
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import Mamba2
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.attention import KeysValues, SelfAttention
 from precisionctl.trainer.model.mamba_mixer import MambaMixer
@@ -14,23 +15,26 @@ from precisionctl.trainer.model.residual_layer import ResidualLayer
 
 class HybridLayer(ResidualLayer):
     """A Mamba-2 mixer, attention, an MLP or experts: what the model's pattern says. Its norm lives in the block's first
-    linear, except before experts."""
+    linear, except before experts, and before a mixer beside attention, which both read it."""
 
     def __init__(
         self, name: str, model: ModelShape, mamba: Mamba2, number: int, backend: Backend, recompute: bool = False
     ) -> None:
         super().__init__(model, number, backend, recompute)
-        self.block, norm = mamba.pattern[number], norm_of(model)
+        self.block, norm, self.multipliers = mamba.pattern[number], norm_of(model), model.multipliers
         self.pre_mlp_layernorm: nn.Module = nn.Identity()
         self.mlp: MLP | MoELayer
+        if self.block == "P":
+            self.norm = backend.norm(model.hidden_size, norm)
+            self.mamba_mixer = MambaMixer(f"{name}.mamba_mixer", model, mamba, backend)
         if self.block == "M":
             self.mixer = MambaMixer(f"{name}.mixer", model, mamba, backend)
-        elif self.block == "*":
+        if self.block in "*P":
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
-        elif self.block == "-":
+        if self.block in "-P":
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
-        else:
+        if self.block == "E":
             assert model.moe is not None, "a pattern with E has experts, or is refused where it is read"
             self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm)
             self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
@@ -38,10 +42,22 @@ class HybridLayer(ResidualLayer):
     def through(
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None
     ) -> tuple[Tensor, KeysValues | None]:
-        if self.block == "M":
+        if self.block == "P":
+            hidden = self.added(hidden, self._beside_attention(self.norm(hidden), positions))
+            made = self.mlp(hidden)
+        elif self.block == "M":
             made = self.mixer(hidden, positions)
         elif self.block == "*":
             made, _ = self.self_attention(hidden, positions)
         else:
             made = self.mlp(self.pre_mlp_layernorm(hidden))
         return self.added(hidden, made), None
+
+    def _beside_attention(self, normed: Tensor, positions: Positions) -> Tensor:
+        """What a mixer and attention make of the same hidden states, `[T, E]`, together."""
+        factors = self.multipliers
+        assert factors is not None, "computes.py refuses it"
+        mixed = self.mamba_mixer(normed * factors.ssm_in, positions)
+        attended, _ = self.self_attention(normed * factors.attention_in, positions)
+        out: Tensor = mixed * factors.ssm_out + attended * factors.attention_out
+        return out

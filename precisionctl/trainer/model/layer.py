@@ -10,29 +10,39 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
+from precisionctl.trainer.model.short_convolution import ShortConvolution
 
 
 class Layer(ResidualLayer):
     """Attention and MLP, each added to the residual stream.
 
-    Their norms live in linear_qkv (a delta net's in_proj) and linear_fc1, except before MLA and before experts, which
-    have no such linear, where a gate reads it too (Laguna), and where both read one norm (Cohere). Gemma normalises
-    once more, what is added, and OLMo 2 that alone, and Gemma 4 multiplies what the layer gives, after it has added
-    what it makes of a token's embedding for this layer. Experts with norms of their own read what no norm has.
+    Their norms live in linear_qkv (in_proj of a delta net or a short convolution) and linear_fc1, except before MLA,
+    Kimi delta attention and experts, which have no such linear, where a gate reads it too (Laguna), and where both read
+    one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2 that alone, and Gemma 4 multiplies what the
+    layer gives, after it has added what it makes of a token's embedding for this layer. Experts with norms of their own
+    read what no norm has.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__(model, number, backend, recompute)
+        model = model.normed_as(number)
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
-        separate = model.mla or model.one_layernorm or model.softplus_gate
+        kda = model.gdn is not None and model.gdn.kda
+        separate = model.mla or model.one_layernorm or model.softplus_gate or (kda and model.has_delta_net(number))
         self.input_layernorm = backend.norm(size, norm) if separate else nn.Identity()
-        self.self_attention: SelfAttention | MLASelfAttention | GatedDeltaNetAttention
+        self.self_attention: (
+            SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
+        )
         if model.gdn and model.has_delta_net(number):
-            self.self_attention = GatedDeltaNetAttention(f"{name}.self_attention", model, model.gdn, backend)
+            delta_net = KimiDeltaAttention if kda else GatedDeltaNetAttention
+            self.self_attention = delta_net(f"{name}.self_attention", model, model.gdn, backend)
+        elif model.short_conv and model.has_short_conv(number):
+            self.self_attention = ShortConvolution(f"{name}.self_attention", model, model.short_conv, backend)
         elif model.mla:
             indexer = model.dsa if model.has_indexer(number) else None
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, indexer, backend)
@@ -52,7 +62,7 @@ class Layer(ResidualLayer):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
         if model.post_layernorms:
-            assert not isinstance(self.self_attention, GatedDeltaNetAttention), "computes.py refuses it"
+            assert isinstance(self.self_attention, SelfAttention | MLASelfAttention), "others have none, or are refused"
             add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
             add_post_layernorm(last, backend.norm(size, norm))

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.model_parts import Mamba2
 from precisionctl.model_shape import ModelShape
+from precisionctl.recurrent_parts import Mamba2
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.recurrence import by_text, convolved
@@ -22,7 +22,8 @@ _STEPS = (0.001, 0.1)
 
 
 class MambaMixer(nn.Module):
-    """Values and the vectors B and C go through a causal convolution, the state space and a gated norm, and out_proj.
+    """Values and the vectors B and C go through a causal convolution, the state space and a gate, with a norm or
+    without one, and out_proj.
     Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head: the more of it, the more a
     token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
 
@@ -31,15 +32,17 @@ class MambaMixer(nn.Module):
         ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
         self.parts = [rows // ranks for rows in mamba.in_proj_parts]
         self.groups, heads, channels = mamba.num_groups // ranks, mamba.num_heads // ranks, mamba.conv_size // ranks
-        self.in_proj = column_linear(
-            backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, norm_of(model)
-        )
+        before = None if model.parallel_mixers else norm_of(model)
+        self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, before)
+        self.factors = model.multipliers.ssm if model.multipliers else None
         self.conv1d = nn.Conv1d(channels, channels, mamba.conv_kernel_dim, groups=channels, dtype=dtype, device=device)
         steps = torch.empty(heads, device=device).uniform_(*map(math.log, _STEPS)).exp_()
         self.dt_bias = nn.Parameter(steps.expm1().log_().to(dtype))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
         self.D = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
-        self.norm = GatedNorm(mamba.inner_size // ranks, self.groups, Norm("RMSNorm", model.norm_epsilon), backend)
+        self.norm: GatedNorm | None = None
+        if mamba.gated_norm:
+            self.norm = GatedNorm(mamba.inner_size // ranks, self.groups, Norm("RMSNorm", model.norm_epsilon), backend)
         self.out_proj = backend.linear(f"{name}.out_proj", mamba.inner_size, model.hidden_size, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -49,14 +52,18 @@ class MambaMixer(nn.Module):
 
     def _mix(self, projected: Tensor) -> Tensor:
         """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
+        if self.factors:
+            each = zip(torch.split(projected, self.parts, -1), self.factors, strict=True)
+            projected = torch.cat([part * factor for part, factor in each], -1)
         gate, mixed, step = torch.split(projected, [self.parts[0], sum(self.parts[1:4]), self.parts[4]], -1)
         value, write, read = torch.split(convolved(mixed, self.conv1d), self.parts[1:4], -1)
         write, read = (torch.unflatten(each, -1, (self.groups, -1)) for each in (write, read))
         value = torch.unflatten(value, -1, (len(self.D), -1)).float()
         step = F.softplus(step.float() + self.dt_bias.float())
         made = state_space(value * step[..., None], -self.A_log.float().exp() * step, write, read)
-        normed: Tensor = self.norm((made + self.D.float()[:, None] * value).flatten(2), gate)
-        return normed
+        made = (made + self.D.float()[:, None] * value).flatten(2)
+        given: Tensor = self.norm(made, gate) if self.norm else (made * F.silu(gate.float())).to(gate.dtype)
+        return given
 
 
 class GatedNorm(nn.Module):

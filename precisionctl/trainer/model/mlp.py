@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.model_fields import Activation
 from precisionctl.model_parts import MoE
-from precisionctl.model_shape import Activation, ModelShape
+from precisionctl.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, Norm, add_post_layernorm, column_linear, norm_of
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.kernels import gpu_kernels
@@ -76,11 +77,16 @@ class MLP(nn.Module):
             XIELU(backend) if model.xielu else partial(activate, model=model)
         )
         self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
+        self.factors = model.multipliers.mlp if model.multipliers else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]` to the same."""
-        out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(hidden)))
-        return out
+        read: Tensor = self.linear_fc1(hidden)
+        if self.factors:
+            gate, up = read.chunk(2, -1)
+            read = torch.cat([gate * self.factors[0], up], -1)
+        out: Tensor = self.linear_fc2(self.activation_func(read))
+        return out * self.factors[1] if self.factors else out
 
 
 class MoELayer(nn.Module):

@@ -1,4 +1,5 @@
-"""What layers with a state share, gated delta nets and Mamba-2 mixers: a causal convolution before it, texts that begin
+"""What layers with a state share, gated delta nets and Mamba-2 mixers (the first two also short convolutions):
+a causal convolution before it, texts that begin
 with none, and a state that is computed chunk by chunk.
 
 Shape letters: B batch, S sequence, N heads.
@@ -28,8 +29,13 @@ def by_text(function: Callable[[Tensor], Tensor], tokens: Tensor, positions: Pos
 
 def convolved(channels: Tensor, taps: nn.Conv1d) -> Tensor:
     """SiLU of a causal convolution of each channel `[B, S, channels]` by itself."""
+    return F.silu(convolution(channels, taps)).mT
+
+
+def convolution(channels: Tensor, taps: nn.Conv1d) -> Tensor:
+    """The causal convolution of each channel `[B, S, channels]` by itself, `[B, channels, S]`."""
     padded = F.pad(channels.mT, (taps.kernel_size[0] - 1, 0))
-    return F.silu(F.conv1d(padded, taps.weight, taps.bias, groups=taps.groups)).mT
+    return F.conv1d(padded, taps.weight, taps.bias, groups=taps.groups)
 
 
 def in_chunks(tensor: Tensor) -> Tensor:

@@ -32,8 +32,9 @@ _OF_LATENTS = (
 )
 """Modules of MLA that see all tokens even with `sequence` and begin no region, so that gradients of norms are whole."""
 
-_AROUND_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
-"""Modules that see all tokens too, around experts of a latent size."""
+_OF_ALL_TOKENS = ("fc1_latent_proj", "fc2_latent_proj", "beta_proj", "f_a_proj", "g_a_proj")
+"""Modules that see all tokens too: around experts of a latent size, and those of Kimi delta attention that every tensor
+rank has whole."""
 
 
 class ModelShards:
@@ -98,7 +99,7 @@ class ModelShards:
             if ranks.size == 1 or not master.requires_grad or self._is_sharded(name) or modules[0] == "mtp":
                 continue
             latent = ".".join(modules[:-2] + ["linear_kv_down_proj.weight"]) in self.tensors
-            if modules[-2] in _AROUND_EXPERTS or (latent and modules[-2] in _OF_LATENTS):
+            if modules[-2] in _OF_ALL_TOKENS or (latent and modules[-2] in _OF_LATENTS):
                 continue
             if ranks.sequence or modules[-2] in _REPLICATED_IN_REGIONS or "experts" in modules:
                 partial.append(master)
@@ -151,6 +152,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
         *(("attention heads", each.num_attention_heads) for each in model.attentions),
         *(("query groups", each.num_query_groups) for each in model.attentions if not model.mla),
         ("key heads of a gated delta net", model.gdn.num_key_heads if model.gdn else sizes.tensor),
+        ("channels of a short convolution", model.hidden_size if model.short_conv else sizes.tensor),
         ("groups of a Mamba-2 mixer's heads", model.mamba.num_groups if model.mamba else sizes.tensor),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
         ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),

@@ -1,0 +1,113 @@
+"""Kimi Linear: Kimi delta attention, in every fourth layer latent attention without positions, and DeepSeek-V3's
+experts.
+
+Traps: published files number layers from 1; name experts, and what is beside them, as Mixtral does, but not dense MLPs,
+of which transformers saves the same name; and have A_log in four dimensions. config.json says scalings and bases of
+rotary embeddings that nothing turns by.
+"""
+
+from collections.abc import Mapping
+
+from precisionctl.architectures.config_keys import (
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    layers,
+    listed_layers,
+    numbered_layers,
+    size,
+)
+from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
+from precisionctl.architectures.kda_keys import KINDS, common, sparse_layers
+from precisionctl.architectures.kda_rows import either, in_memory, kda
+from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
+from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.rearrangements import Squeezed
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+_KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
+_SPARSE = {".mlp.": ".block_sparse_moe."}
+_BESIDE = tuple(row for row in ROUTING if isinstance(row, Row))
+_EXPERTS = experts(*(f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2)))
+
+_SIZES = {  # field, in linear_attn_config, beside it, and what the class takes for it
+    "gdn.key_head_dim": ("head_dim", "linear_head_dim", 128),
+    "gdn.num_key_heads": ("num_heads", "linear_num_heads", 32),
+    "gdn.conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+}
+_LISTS = ("kda_layers", "full_attn_layers")
+
+
+def _read_kda(config: Config, where: object) -> Fields:
+    said = config.get("linear_attn_config", {})
+    if not isinstance(said, Mapping):
+        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object", where=where)
+    for key in said.keys() - {*_LISTS, *(inner for inner, _, _ in _SIZES.values())}:
+        what = f"no kimi_linear known here has linear_attn_config.{key}={shown(said[key])}"
+        raise UnknownArchitecture(what, where=where)
+    sizes = {
+        field: size({inner: config.get(beside, absent)} | dict(said), inner, where)
+        for field, (inner, beside, absent) in _SIZES.items()
+    }
+    rank, heads = sizes["gdn.key_head_dim"], sizes["gdn.num_key_heads"]
+    same = {"gdn.kda": True, "gdn.kda_lora_rank": rank, "gdn.value_head_dim": rank, "gdn.num_value_heads": heads}
+    return {**sizes, **same, "gdn.layers": tuple(_read_layers(config, said, where))}
+
+
+def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
+    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+    if listed is not None:
+        return listed
+    if not all(key in said for key in _LISTS):
+        return [not layer or layer % 4 != 0 for layer in range(number)]
+    of_kda, full = (numbered_layers(said[key], key, where) for key in _LISTS)
+    if of_kda & full or of_kda | full != {*range(1, number + 1)}:
+        what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+    return [layer + 1 in of_kda for layer in range(number)]
+
+
+def _write_kda(model: ModelShape) -> Config:
+    if model.gdn is None:
+        return {}
+    numbers = range(1, model.num_layers + 1)
+    sizes = (model.gdn.key_head_dim, model.gdn.num_key_heads, model.gdn.conv_kernel_dim)
+    return {
+        "linear_attn_config": {
+            **{inner: value for (inner, _, _), value in zip(_SIZES.values(), sizes, strict=True)},
+            "kda_layers": [layer for layer in numbers if model.has_delta_net(layer - 1)],
+            "full_attn_layers": [layer for layer in numbers if not model.has_delta_net(layer - 1)],
+        }
+    }
+
+
+ARCHITECTURE = Architecture(
+    model_types={"kimi_linear": "KimiLinearForCausalLM"},
+    rows=model_rows(
+        *SEPARATE_NORM,
+        *either(in_memory(_KDA), _KDA),
+        *only_in("attention", LATENT_ATTENTION),
+        *MLP_NORM,
+        Either(MLP, renamed(MLP, _SPARSE)),
+        *MOE_NORM,
+        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), in_memory=True),
+    ),
+    config=(
+        *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),
+        Rule(
+            ("layer_types", "linear_attn_config", *(beside for _, beside, _ in _SIZES.values())), _read_kda, _write_kda
+        ),
+        Rule((), lambda config, where: {"rope_layers": (False,) * layers(config, where)}),
+        sparse_layers(dense=1),
+        Only("mla_use_nope", True),
+        Only("moe_layer_freq", 1),
+        Only("moe_router_activation_func", "sigmoid"),
+        Only("use_grouped_topk", True),
+        Only("num_nextn_predict_layers", 0),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+    ),
+)

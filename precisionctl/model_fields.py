@@ -1,0 +1,165 @@
+"""ModelFields: the sizes and switches of a model, under Megatron's names, as its files say them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE, Wrapper
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
+from precisionctl.sparse_parts import CSA, DSA, MSA
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", "xielu"]
+"""`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
+layer."""
+
+SoftplusGate = Literal["per-head", "per-element"]
+
+
+@dataclass(frozen=True)
+class ModelFields:
+    """What both layouts agree on about a decoder-only transformer. Lists by layer have an entry for each layer."""
+
+    architecture: str
+    """The Hugging Face `model_type`; of a `wrapper`, that of the text model in it."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    """Channels of a head."""
+    vocab_size: int
+    padded_vocab_size: int
+    max_position_embeddings: int
+    make_vocab_size_divisible_by: int = 128
+    tied_embeddings: bool = False
+
+    # Norms, and what is added to the residual stream
+    norm_epsilon: float = 1e-5
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    zero_centered_gamma: bool = False
+    """Megatron's norms store their factor less one."""
+    hf_zero_centered_gamma: bool = False
+    """Hugging Face's norms store it so."""
+    norm_bias: bool = True
+    """LayerNorms have biases in Hugging Face; in Megatron they all have."""
+    norm_weight: bool = True
+    """Norms have weights in Hugging Face; in Megatron they all have."""
+    pre_layernorms: bool = True
+    """Norms of what attention and MLP read."""
+    post_layernorms: bool = False
+    """Norms of what attention and MLP give."""
+    parallel_residual: bool = False
+    """Attention and MLP read the same hidden states."""
+    shared_layernorm: bool = False
+    """... through one norm."""
+    residual_multiplier: float = 1.0
+    """What attention and MLP give is multiplied by this, after their norms, and added."""
+    layer_scalar: bool = False
+    """What a layer gives is multiplied by a number of its own, which is not trained."""
+
+    # MLP
+    activation: Activation = "silu"
+    gated_linear_unit: bool = True
+    activation_clamp: float | None = None
+    """Clamps both halves of a gated MLP: the gate from above alone."""
+    glu_offset: float = 0.0
+    """Added to a gated MLP's linear half, after `activation_clamp`."""
+
+    # Positions
+    position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    rotary_base: float = 10000.0
+    rotary_base_local: float | None = None
+    """The base in layers with a window, where no scaling applies (None: `rotary_base`, scaled)."""
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    """Pairs that turn are neighbouring channels, and not one of each half."""
+    rope_scaling: Mapping[str, Any] | None = None
+    """Hugging Face's mapping, with `rope_type`."""
+    rope_layers: tuple[bool, ...] | None = None
+    """By layer: has it rotary embeddings? None: all have."""
+
+    # Attention
+    sliding_window: int | None = None
+    """Keys that a query sees in layers with a window, itself among them."""
+    attention_chunk_size: int | None = None
+    """Instead of a window: a query sees earlier keys of its own chunk of so many tokens."""
+    window_layers: tuple[bool, ...] | None = None
+    """By layer: has it the window, or chunks? None: all have, if there are any."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are multiplied by its power -1/2. None: by that of the size of a head."""
+    query_scaling_beta: float | None = None
+    """Queries are multiplied by `1 + beta * log(1 + floor(position / original context))`."""
+    query_scaling_floor: int | None = None
+    """In the place of the original context: then in layers without rotary embeddings alone, counting from 1."""
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    softmax_offset: bool = False
+    """Sinks: each head has the score of one more key, whose value is zero."""
+    attention_output_gate: bool = False
+    """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
+    softplus_gate: SoftplusGate | None = None
+    """What heads give is multiplied by the softplus of what a projection of its own makes: a number for each head, or
+    for each of its channels."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clamped to this as they are projected."""
+    qk_layernorm: bool = False
+    """A norm of each head's query and key."""
+    qk_layernorm_over_heads: bool = False
+    """... of all heads together."""
+    qk_layernorm_after_rope: bool = False
+    qk_l2_norm: bool = False
+    """An RMSNorm without weights of each head's query and key, in layers with rotary embeddings."""
+    v_l2_norm: bool = False
+    """Such a norm of each head's value."""
+    v_head_dim: int | None = None
+    """Channels of a head of values. None: as many as one of keys."""
+    attention_value_scale: float = 1.0
+    """Values are multiplied by this."""
+    keys_are_values: bool = False
+    """There is no value projection: a value is the key before its norm and rotary embeddings."""
+    global_attention: GlobalAttention | None = None
+    """What layers without a window have otherwise. Sizes of attention are therefore asked of `attention_of`."""
+    num_kv_shared_layers: int = 0
+    """So many last layers have queries alone, and read the keys and values of an earlier one (`kv_layer`)."""
+    use_double_wide_mlp: bool = False
+    """The MLPs of these layers have twice the channels."""
+    unused_kv: bool = False
+    """Their key and value projections, which nothing reads, are stored all the same."""
+
+    # Embeddings and logits
+    embedding_multiplier: float = 1.0
+    rounded_embedding_multiplier: bool = False
+    """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
+    per_layer_embed_dim: int | None = None
+    """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
+    MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
+    logit_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    """Logits are divided by this."""
+
+    # Biases that Hugging Face's tensors have; Megatron has one switch for all linears, and one for QKV alone
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    mlp_bias: bool = False
+    output_bias: bool = False
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+
+    # Other kinds of layers
+    mla: MLA | None = None
+    dsa: DSA | None = None
+    msa: MSA | None = None
+    csa: CSA | None = None
+    mhc: HyperConnections | None = None
+    moe: MoE | None = None
+    gdn: GatedDeltaNet | None = None
+    short_conv: ShortConv | None = None
+    mamba: Mamba2 | None = None
+    multipliers: Multipliers | None = None
+    mtp_num_layers: int = 0
+    """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
+    mtp_dense: bool = False
+    """They have no experts, whatever the last layer has."""
+    wrapper: Wrapper | None = None
+    """The model of images or sound that this is the text model of."""

@@ -1,0 +1,189 @@
+"""What some models have in the place of attention, or beside it, with a state that passes from token to token: gated
+delta nets, short convolutions, Mamba-2 mixers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_parts import LARGEST, check_size, real
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Layers with a gated delta net in the place of attention (arXiv 2412.06464); fields are Megatron's `--linear-*`.
+
+    `layers` has an entry for each layer of the decoder: whether it is one. Each key head, of `key_head_dim` channels,
+    serves as many value heads, of `value_head_dim`; queries, keys and values go through a causal convolution of
+    `conv_kernel_dim` taps, one for each channel. With `allow_neg_eigval` learning rates are up to 2, and not to 1.
+    `norm_epsilon` is that of the norm of what heads give (None: as all norms of the model). Such a layer has norms
+    before attention and MLP alone, whatever the others have.
+
+    With `kda` (Kimi delta attention, arXiv 2510.26692; fields are Megatron's `--kda-*`) a state decays by a number of
+    each channel of a key, and the gate is a sigmoid. Decays and gates are projected in two steps, by `kda_lora_rank`
+    channels (`--kda-f-lora-rank` and `--kda-gate-lora-rank`), or in one. Logarithms of decays are above
+    `kda_lower_bound` (`--kda-safe-gate`), or have no bound.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    allow_neg_eigval: bool = False
+    norm_epsilon: float | None = None
+    kda: bool = False
+    kda_lora_rank: int | None = None
+    kda_lower_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        for name in (*sizes, *(() if self.kda_lora_rank is None else ("kda_lora_rank",))):
+            check_size(getattr(self, name), name)
+        if self.norm_epsilon is not None:
+            real(self.norm_epsilon, "norm_epsilon of a gated delta net")
+        if self.num_value_heads % self.num_key_heads or (self.kda and self.num_value_heads != self.num_key_heads):
+            raise DamagedCheckpoint(f"{self.num_value_heads} value heads for {self.num_key_heads} key heads")
+        bound = self.kda_lower_bound
+        if bound is not None and (type(bound) not in (int, float) or not -1e30 < bound < 0):
+            raise DamagedCheckpoint(f"kda_lower_bound is {shown(bound)}, not a negative number")
+        for product in ("key_size", "value_size", "in_proj_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values of all heads, and of their gate."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of Megatron's in_proj: queries, keys, values, output gate (z), beta, alpha. Of Kimi delta attention
+        queries, keys, values and, if these are projected in one step, decays and output gate."""
+        heads, of_conv = self.num_value_heads, (self.key_size, self.key_size, self.value_size)
+        if self.kda:
+            return of_conv if self.kda_lora_rank else (*of_conv, self.key_size, self.value_size)
+        return (*of_conv, self.value_size, heads, heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys, values."""
+        return self.in_proj_parts[:3]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `gdn.`; None where one changes nothing. Empty where no layer is one."""
+        used = {f"gdn.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+        return used | ({} if self.kda or not used else dict.fromkeys(("gdn.kda_lora_rank", "gdn.kda_lower_bound")))
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """Layers with a short gated convolution in the place of attention (LFM2). `layers` has an entry for each layer of
+    the decoder: whether it is one. Each channel of the hidden states has a gate, a causal convolution of `kernel_dim`
+    taps of what that lets through, and another gate of what it gives."""
+
+    layers: tuple[bool, ...]
+    kernel_dim: int
+
+    def __post_init__(self) -> None:
+        check_size(self.kernel_dim, "kernel_dim")
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `short_conv.`; empty where no layer is one."""
+        return {f"short_conv.{name}": value for name, value in vars(self).items()} if any(self.layers) else {}
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Layers of one block each, with its own norm: what `pattern`, Megatron's `--hybrid-override-pattern`, says of each
+    of them: M a Mamba-2 mixer (arXiv 2405.21060), * attention, - an MLP, E experts. In Megatron-Bridge's Falcon-H1 all
+    are P: a mixer beside attention, which read one norm, and then an MLP. With `gated_norm` what a mixer's state space
+    gives is normalised after its gate. The other fields are Megatron's `--mamba-*`: a mixer has `num_heads` heads of
+    `head_dim` channels, which in `num_groups` groups share the vectors by which a state of `state_dim` channels is
+    written (B) and read (C)."""
+
+    pattern: str
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    gated_norm: bool = True
+
+    conv_kernel_dim: ClassVar[int] = 4
+    """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""
+    mtp_pattern: ClassVar[str] = "*E"
+    """The blocks of a layer of multi-token prediction, by the same letters: Nemotron 3's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not ({*self.pattern} <= {*"M*-E"} or {*self.pattern} == {"P"}):
+            do = "Known are M, *, - and E, or P alone."
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do=do)
+        for name in ("num_heads", "head_dim", "num_groups", "state_dim"):
+            check_size(getattr(self, name), f"mamba_{name}")
+        if self.num_heads % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_heads} heads of a mixer in {self.num_groups} groups")
+        check_size(self.in_proj_size, "rows of a mixer's in_proj", 8 * LARGEST)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether layers are a mixer beside attention, and an MLP."""
+        return self.pattern.startswith("P")
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_proj_parts(self) -> tuple[int, ...]:
+        """Rows of in_proj: gate (z), x, B, C, dt."""
+        state = self.num_groups * self.state_dim
+        return (self.inner_size, self.inner_size, state, state, self.num_heads)
+
+    @property
+    def in_proj_size(self) -> int:
+        return sum(self.in_proj_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B, C."""
+        return self.in_proj_parts[1:4]
+
+    @property
+    def conv_size(self) -> int:
+        return sum(self.conv_parts)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Fixed factors within layers that are a mixer beside attention, and an MLP (Falcon-H1): of what attention and a
+    mixer read and give (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), of keys, of the five parts of a mixer's
+    in_proj (`ssm`), and of an MLP's gate before its activation, and of what the MLP gives (`mlp`)."""
+
+    attention_in: float
+    attention_out: float
+    key: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]
+    mlp: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            several = {"ssm": 5, "mlp": 2}.get(name)
+            if several and (not isinstance(value, tuple) or len(value) != several):
+                raise DamagedCheckpoint(f"{name} multipliers are {shown(value)}, not {several} numbers")
+            for each in value if several else (value,):
+                real(each, f"{name} multiplier")

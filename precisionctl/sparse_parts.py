@@ -1,0 +1,114 @@
+"""Attention of some models to chosen keys: those that an indexer finds, as tokens or in blocks, and compressed ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_parts import LARGEST, check_count, check_size
+
+
+@dataclass(frozen=True)
+class DSA:
+    """DeepSeek's sparse attention; the fields are Megatron's `--dsa-indexer-*`. In the `layers` that have an indexer
+    (an entry for each), its `n_heads` heads of `head_dim` channels choose the `topk` keys that a query sees; a layer
+    without one sees those that the last indexer chose. The first channels of a head have positions, of neighbouring
+    pairs if `rope_interleaved`. Where a text has no more than `topk` tokens, all are chosen."""
+
+    n_heads: int
+    head_dim: int
+    topk: int
+    layers: tuple[bool, ...]
+    rope_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_dim", "topk"):
+            check_size(getattr(self, name), f"indexer's {name}")
+        if not any(self.layers[:1]):
+            raise DamagedCheckpoint("the first layer has no indexer, and no layer before it to choose its keys")
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MSA:
+    """MiniMax's sparse attention (arXiv 2606.13392). In the `layers` that have an indexer (an entry for each), its
+    `n_heads` heads of `head_dim` channels choose the blocks of `block_size` keys that a query sees, each head for its
+    share of the query heads: the last `local_blocks` up to the query's own, and the best others, `topk_blocks` in all.
+    A block is worth its best key's product with the query. Where a text has no more than `topk_blocks` blocks, all are
+    chosen."""
+
+    n_heads: int
+    head_dim: int
+    block_size: int
+    topk_blocks: int
+    local_blocks: int
+    layers: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_dim", "block_size", "topk_blocks"):
+            check_size(getattr(self, name), f"indexer's {name}")
+        check_count(self.local_blocks, "indexer's local_blocks", self.topk_blocks)
+        check_size(self.query_size, "rows of an indexer's queries", 4 * LARGEST)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def dense_length(self) -> int:
+        """Tokens of the longest text of which all blocks are chosen."""
+        return self.topk_blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class CSA:
+    """DeepSeek-V4's attention, with one key for all heads, which is also the value (its report, section 2.3). Each
+    query sees the last `window_size` tokens and, as `pattern` says of each layer, none before them (W), or keys that
+    are made of several tokens each, as many as RATIOS says: of those with an overlap the `topk` that an indexer chooses
+    (C), of those without all (H).
+
+    Queries are made of a latent of `q_lora_rank` channels. What heads give is projected in `o_groups` groups to
+    `o_lora_rank` channels each, and these together. An indexer has `n_heads` heads of `head_dim` channels. Fields are
+    those of Megatron's dev branch, but for `pattern`, which are the letters of its hybrid layers; `n_heads`, `head_dim`
+    and `topk` are its `--dsa-indexer-*`.
+    """
+
+    pattern: str
+    window_size: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    n_heads: int
+    head_dim: int
+    topk: int
+
+    RATIOS: ClassVar[Mapping[str, int]] = {"W": 0, "C": 4, "H": 128}
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not {*self.pattern} <= self.RATIOS.keys():
+            raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are W, C and H.")
+        for name, size in vars(self).items():
+            if name != "pattern":
+                check_size(size, name)
+        for product in ("query_size", "grouped_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the indexer's query projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def overlapping_size(self) -> int:
+        """Rows of the projections of an indexer's keys: of a token for its own window, and for the next."""
+        return 2 * self.head_dim
+
+    @property
+    def grouped_size(self) -> int:
+        """Channels that the groups of heads give together."""
+        return self.o_groups * self.o_lora_rank

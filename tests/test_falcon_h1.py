@@ -1,0 +1,115 @@
+"""Falcon-H1: its config.json, names of Megatron-Bridge, and mixers of texts that share rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from conversions import run
+from gpt_models import as_gpt, converted, transformers_model
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
+from precisionctl.param import Parallelism
+from precisionctl.trainer.model.positions import PackedSequences
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("falcon-h1")).to_dict()
+    return said | changes
+
+
+def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
+    """falconh1_bridge.py, mapping_registry; of convolutions, those that it calls legacy."""
+    pico.save(tmp_path / "hf", "falcon-h1-norm", dtype=torch.bfloat16, num_hidden_layers=1)
+    run(tmp_path / "hf", tmp_path / "m", "megatron", container="torch")
+    mixer, layer = "decoder.layers.0.mamba_mixer.", "decoder.layers.0."
+    assert {name for name in open_checkpoint(tmp_path / "m").specs if not name.endswith("_extra_state")} == {
+        *("embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"),
+        *(f"{layer}norm.weight", f"{layer}mlp.linear_fc1.layer_norm_weight"),
+        *(f"{layer}mlp.linear_fc1.weight", f"{layer}mlp.linear_fc2.weight"),
+        *(f"{layer}self_attention.linear_qkv.weight", f"{layer}self_attention.linear_proj.weight"),
+        *(mixer + name for name in ("A_log", "D", "dt_bias", "norm.weight", "in_proj.weight", "out_proj.weight")),
+        *(mixer + name for name in ("conv1d.weight", "conv1d.bias")),
+    }
+
+
+def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
+    model = as_gpt(converted(transformers_model("falcon-h1"), tmp_path))
+    tokens, lengths = torch.randint(250, (2, 12)), (5, 7, 12)
+    with torch.no_grad():
+        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
+        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
+        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
+        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("family", ["falcon-h1", "falcon-h1-norm"])
+def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=Parallelism(2, 2))
+    run(tmp_path / "m", tmp_path / "back", "hf")
+    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert stored.keys() == back.keys()
+    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
+
+
+def test_groups_of_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "falcon-h1", dtype=torch.bfloat16, mamba_n_groups=1)
+    with pytest.raises(ShapeMismatch, match=r"mamba_mixer.in_proj.weight.*cannot be cut into 2"):
+        plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", parallelism=Parallelism(2)))
+
+
+def test_what_megatron_core_does_not_compute_is_said(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "falcon-h1", dtype=torch.bfloat16)
+    notes = plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")).notes
+    (said,) = [note for note in notes if "computes another model" in note]
+    assert "multipliers used / not used" in said and "mamba.gated_norm False / True" in said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mamba_d_ssm": None, "mamba_expand": 2},
+        {"mamba_d_ssm": None, "mamba_expand": 3, "mamba_n_heads": 16, "mamba_d_head": 12},
+        {"mamba_d_head": "auto"},
+    ],
+    ids=str,
+)
+def test_heads_of_a_mixer_are_those_that_transformers_makes(said: dict[str, Any]) -> None:
+    theirs = type(AutoConfig.for_model("falcon_h1")).from_dict(config(mamba_d_head="auto") | said)
+    mamba = from_hf_config(config(mamba_d_head="auto") | said).mamba
+    assert mamba and (mamba.num_heads, mamba.head_dim) == (theirs.mamba_n_heads, theirs.mamba_d_head)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        *(
+            ({key: True}, UnknownArchitecture, f"{key}=True")
+            for key in ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")
+        ),
+        ({"mamba_conv_bias": False}, UnknownArchitecture, "mamba_conv_bias=False"),
+        ({"mamba_d_conv": 3}, UnknownArchitecture, "mamba_d_conv=3"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, UnknownArchitecture, "mamba_norm_before_gate=True"),
+        ({"time_step_limit": [0.0, 0.1]}, UnknownArchitecture, "time_step_limit"),
+        ({"attn_layer_indices": [0]}, UnknownArchitecture, "attn_layer_indices"),
+        ({"mamba_n_heads": 16}, DamagedCheckpoint, "16 heads of 4 channels in a mixer that has 128"),
+        ({"ssm_multipliers": [1.0] * 4}, DamagedCheckpoint, "ssm multipliers are .*, not 5 numbers"),
+        ({"mlp_multipliers": "x"}, DamagedCheckpoint, "mlp multipliers are 'x', not 2 numbers"),
+        ({"key_multiplier": "x"}, DamagedCheckpoint, "key multiplier is 'x'"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused_by_name(
+    said: dict[str, Any], error: type[PrecisionctlError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        from_hf_config(config(**said))
