@@ -252,12 +252,13 @@ VOCABULARY = Rule(
     lambda model: {"vocab_size": model.vocab_size},
 )
 
+LAYERS = Rule(
+    ("num_hidden_layers",),
+    lambda config, where: {"num_layers": layers(config, where)},
+    lambda model: {"num_hidden_layers": model.num_layers},
+)
 SIZES: tuple[Entry, ...] = (
-    Rule(
-        ("num_hidden_layers",),
-        lambda config, where: {"num_layers": layers(config, where)},
-        lambda model: {"num_hidden_layers": model.num_layers},
-    ),
+    LAYERS,
     Key("hidden_size", "hidden_size"),
     Key("ffn_hidden_size", "intermediate_size"),
     Key("max_position_embeddings", "max_position_embeddings", older="max_sequence_length"),  # the first Llama's

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -129,21 +129,29 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
 
+_GROUPS: Mapping[str, Callable[..., object]] = {
+    "moe": MoE,
+    "mla": MLA,
+    "dsa": DSA,
+    "msa": MSA,
+    "csa": CSA,
+    "mhc": HyperConnections,
+    "gdn": GatedDeltaNet,
+    "short_conv": ShortConv,
+    "mamba": Mamba2,
+    "multipliers": Multipliers,
+    "global_attention": GlobalAttention,
+}
+"""Fields of ModelShape that have fields of their own, which entries name with a dot."""
+
+
 def _shape(fields: dict[str, Any]) -> ModelShape:
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
     groups: dict[str, Any] = {}
-    kinds = (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2))
-    others = (("short_conv", ShortConv), ("multipliers", Multipliers))
-    for group, kind in (
-        *kinds,
-        *others,
-        ("global_attention", GlobalAttention),
-        ("csa", CSA),
-        ("mhc", HyperConnections),
-    ):
+    for group, kind in _GROUPS.items():
         prefix = f"{group}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         groups[group] = kind(**values) if values else None

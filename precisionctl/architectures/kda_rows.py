@@ -7,6 +7,7 @@ in it: other linears read what is normalised, too.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import DELTA_NET_CONV, DELTA_NET_IN_PROJ, GAMMA, SAME, Rearrangement
@@ -91,9 +92,7 @@ _FORGET_GATE = {f"self_attn.{name}": f"self_attn.forget_gate.{name}" for name in
 def in_memory(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The same rows by the names that transformers' class has in memory."""
     (conv,) = (row for row in rows if row.megatron.endswith("conv1d.weight"))
-    joined = Row(
-        f"{_HF}conv1d.weight", conv.megatron, conv.sizes, parallel=conv.parallel, parts=conv.parts, layers="gdn"
-    )
+    joined = replace(conv, names=f"{_HF}conv1d.weight", rearrangement=SAME)
     return tuple(joined if row is conv else each for row, each in zip(rows, renamed(rows, _FORGET_GATE), strict=True))
 
 

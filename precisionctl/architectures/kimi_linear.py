@@ -20,7 +20,8 @@ from precisionctl.architectures.config_keys import (
     size,
 )
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
-from precisionctl.architectures.kda_keys import KINDS, common, sparse_layers
+from precisionctl.architectures.delta_net_keys import KINDS
+from precisionctl.architectures.kda_keys import common, sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts

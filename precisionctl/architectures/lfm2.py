@@ -8,6 +8,7 @@ takes no codes for them.
 """
 
 from precisionctl.architectures.config_keys import (
+    LAYERS,
     VOCABULARY,
     Always,
     Config,
@@ -124,11 +125,7 @@ def _read_tied(config: Config, where: object) -> Fields:
 
 
 COMMON: tuple[Entry, ...] = (
-    Rule(
-        ("num_hidden_layers",),
-        lambda config, where: {"num_layers": layers({"num_hidden_layers": 32, **config}, where)},
-        lambda model: {"num_hidden_layers": model.num_layers},
-    ),
+    LAYERS,
     Key("max_position_embeddings", "max_position_embeddings", 128000),
     VOCABULARY,
     heads(num_attention_heads=32, num_key_value_heads=8),
