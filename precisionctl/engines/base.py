@@ -37,6 +37,7 @@ from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Quantization, QuantMethod, Scheme, in_fp8
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -304,8 +305,9 @@ class Engine:
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's part of a config.json, with the wrapper's `model_type` where it has none."""
-    return {"model_type": config.get("model_type"), **text_config(config)}
+    """The text model's part of a config.json, with what MissingKeys have of a wrapper's."""
+    of_the_whole = ("model_type", "quantization_config", OLDER_KEY)
+    return {**{key: config.get(key) for key in of_the_whole}, **text_config(config)}
 
 
 _STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")

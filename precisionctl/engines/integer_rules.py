@@ -30,7 +30,8 @@ def int8_of_no_scheme(*, inputs_of_words: bool) -> Demand:
                 fits = strategy in ("tensor", "channel") and bool(inputs)
             else:
                 by_token = isinstance(inputs, Mapping) and inputs.get("dynamic") and inputs.get("symmetric", True)
-                fits = layout == _WORDS and (not inputs or bool(inputs_of_words and by_token))
+                of_words = layout == _WORDS and strategy in ("channel", "group")
+                fits = of_words and (not inputs or bool(inputs_of_words and by_token))
             if not fits:
                 of_inputs = "with" if inputs else "without"
                 yield CONFIG, f"config group {name}: INT8 per {strategy}, {of_inputs} INT8 inputs, as {layout!r}"
