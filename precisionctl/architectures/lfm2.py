@@ -39,7 +39,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import rope
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, ROWS, THIRDS
+from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
 
 _HF, _MEGATRON = "model.layers.{layer}.conv.", "decoder.layers.{layer}.self_attention."
 
@@ -60,7 +60,7 @@ _CONVOLUTION = (
         f"{_HF}in_proj.weight",
         f"{_MEGATRON}in_proj.weight",
         ("short_conv_size", "hidden_size"),
-        parallel=THIRDS,
+        parallel=TWICE_GATED_ROWS,
         gemm=True,
         values=(f"{_HF}in_proj.weight",),
     ),

@@ -54,10 +54,10 @@ def zero_points_of(*bits: int) -> Demand:
 def int8_inputs_of_group_unequal(directory: QuantizedDirectory) -> Breaches:
     """Fused linears in INT8 whose fixed input scales or zero points differ."""
     for group in fused_weights(directory.scales, FUSED):
-        fixed = [(name, scales) for name in group for scales in [directory.scales[name]] if _of_int8(directory, name)]
-        found = {_fixed_input(directory, scales) for _, scales in fixed if scales.input is not None}
+        fixed = [name for name in group if _of_int8(directory, name) and directory.scales[name].input is not None]
+        found = {_fixed_input(directory, directory.scales[name]) for name in fixed}
         if len(found) > 1:
-            yield fixed[0][0], f"input scales {sorted(scale for scale, _ in found)} of one fused group differ"
+            yield fixed[0], f"input scales, with zero points, {sorted(found)} of one fused group differ"
 
 
 def int8_inputs_fixed(directory: QuantizedDirectory) -> Breaches:
