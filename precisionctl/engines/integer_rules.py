@@ -18,9 +18,9 @@ _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
 
 
 def int8_of_no_scheme(*, inputs_of_words: bool) -> Demand:
-    """Config groups of INT8 that are neither bytes, with symmetric weights per tensor or channel and inputs in INT8,
-    nor words, per channel or group; whose inputs stay as they are or, with `inputs_of_words`, have symmetric scales of
-    their tokens."""
+    """Config groups of INT8 that are neither bytes, with weights per tensor or channel and inputs in INT8, nor words,
+    with weights per channel or group, whose inputs stay as they are or, if an engine has kernels for `inputs_of_words`,
+    are INT8 with symmetric scales of tokens."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, group in _int8_groups(directory.quantization):
@@ -85,7 +85,8 @@ def int8_of_a_tensor(directory: QuantizedDirectory) -> Breaches:
 
 
 def int8_experts(*, by_token: bool) -> Demand:
-    """Experts in bytes; where their inputs have scales `by_token`, only those that have other scales."""
+    """Experts in bytes: the first. Of an engine that takes them with a scale for each channel and inputs `by_token`,
+    the first that has other scales."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items():
