@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,11 +22,9 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
+from precisionctl.model_fields import PARTS
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.same_model import TENSORS, differences
-from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.untabled_model import UntabledModel
 
 _VERSION = re.compile(r"[\d._]+")
@@ -129,33 +127,17 @@ def _in_wrapper(config: Config, where: object) -> ModelShape:
     return dataclasses.replace(model, wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
 
-_GROUPS: Mapping[str, Callable[..., object]] = {
-    "moe": MoE,
-    "mla": MLA,
-    "dsa": DSA,
-    "msa": MSA,
-    "csa": CSA,
-    "mhc": HyperConnections,
-    "gdn": GatedDeltaNet,
-    "short_conv": ShortConv,
-    "mamba": Mamba2,
-    "multipliers": Multipliers,
-    "global_attention": GlobalAttention,
-}
-"""Fields of ModelShape that have fields of their own, which entries name with a dot."""
-
-
 def _shape(fields: dict[str, Any]) -> ModelShape:
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
-    groups: dict[str, Any] = {}
-    for group, kind in _GROUPS.items():
-        prefix = f"{group}."
+    parts: dict[str, Any] = {}
+    for part, kind in PARTS.items():
+        prefix = f"{part}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-        groups[group] = kind(**values) if values else None
-    return ModelShape(**plain, **groups)
+        parts[part] = kind(**values) if values else None
+    return ModelShape(**plain, **parts)
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
