@@ -242,8 +242,9 @@ class HuggingFaceWriter:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
         config = config_of_values(self.companions, self.config, self.specs)
-        text = found if isinstance(found := config.get("text_config"), dict) else config  # `self.config` is of it alone
-        text |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
+        text = config.get("text_config")
+        said = text if isinstance(text, dict) else config  # `self.config` is of the text model alone
+        said |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
