@@ -64,7 +64,7 @@ def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
     if listed is not None:
         return listed
     if not all(key in said for key in _LISTS):
-        return [not layer or layer % 4 != 0 for layer in range(number)]
+        return [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
     of_kda, full = (numbered_layers(said[key], key, where) for key in _LISTS)
     if of_kda & full or of_kda | full != {*range(1, number + 1)}:
         what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"
