@@ -1,6 +1,6 @@
 """ModelFields: the sizes and switches of a model, under Megatron's names, as its files say them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -163,3 +163,19 @@ class ModelFields:
     """They have no experts, whatever the last layer has."""
     wrapper: Wrapper | None = None
     """The model of images or sound that this is the text model of."""
+
+
+PARTS: Mapping[str, Callable[..., object]] = {
+    "moe": MoE,
+    "mla": MLA,
+    "dsa": DSA,
+    "msa": MSA,
+    "csa": CSA,
+    "mhc": HyperConnections,
+    "gdn": GatedDeltaNet,
+    "short_conv": ShortConv,
+    "mamba": Mamba2,
+    "multipliers": Multipliers,
+    "global_attention": GlobalAttention,
+}
+"""The fields that have fields of their own, which are named with a dot (`moe.topk`)."""

@@ -71,7 +71,7 @@ class Parallel:
 REPLICATED = Parallel("replicated")
 ROWS = Parallel("rows")
 GATED_ROWS = Parallel("rows", parts=(1, 1))
-THIRDS = Parallel("rows", parts=(1, 1, 1))
+TWICE_GATED_ROWS = Parallel("rows", parts=(1, 1, 1))
 COLUMNS = Parallel("columns")
 
 IN_PROJ_PARTS = ("query", "key", "value", "z", "beta", "alpha")

@@ -44,12 +44,10 @@ def in_words(setting: object) -> str:
 def used(model: ModelShape) -> dict[str, object]:
     """The fields that say what is computed, those of parts too; None where no layer uses one."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
-    moe = model.moe.used() if model.moe else {}
-    gdn = model.gdn.used() if model.gdn else {}
-    found |= {"moe": USED if moe else None, **moe, "rope_scaling": _used_scaling(model.rope_scaling)}
-    found |= {"gdn": USED if gdn else None, **gdn}
-    short_conv = model.short_conv.used() if model.short_conv else {}
-    found |= {"short_conv": USED if short_conv else None, **short_conv}
+    for name in ("moe", "gdn", "short_conv"):
+        fields = part.used() if (part := getattr(model, name)) else {}
+        found |= {name: USED if fields else None, **fields}
+    found["rope_scaling"] = _used_scaling(model.rope_scaling)
     if not any(map(model.has_dense_mlp, range(model.num_layers))):
         found["ffn_hidden_size"] = None
     for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba", "multipliers"):

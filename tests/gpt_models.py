@@ -1,6 +1,6 @@
 """Pico models of transformers and the GPTs that compute the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from precisionctl.param import NOT_TRAINED
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
+from precisionctl.trainer.model.positions import PackedSequences
 
 VOCABULARY = pico.SIZES["vocab_size"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
@@ -135,6 +136,17 @@ def assert_text_is_computed(theirs: PreTrainedModel, directory: Path) -> None:
         expected, found = theirs(input_ids=tokens).logits, as_gpt(made)(tokens)[..., :80]
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+def assert_texts_are_apart(family: str, directory: Path, lengths: Sequence[int] = (5, 7, 12)) -> None:
+    """That our GPT computes texts which share two rows as it computes each alone, and not as the rows."""
+    model = as_gpt(converted(transformers_model(family), directory))
+    tokens = torch.randint(250, (2, sum(lengths) // 2))
+    with torch.no_grad():
+        shared = model(tokens, packed=PackedSequences(tuple(lengths))).flatten(0, 1)
+        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), list(lengths))]
+        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
+        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
 
 
 def everywhere(tokens: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pico
 import pytest
 import torch
-from gpt_models import as_gpt, converted, transformers_model
+from gpt_models import assert_texts_are_apart
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -24,7 +24,6 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchite
 from precisionctl.param import Parallelism
 from precisionctl.trainer.model import delta_rule
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrence import CHUNK
 
 
@@ -121,13 +120,7 @@ def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
 
 
 def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path) -> None:
-    model = as_gpt(converted(transformers_model("qwen3-5"), tmp_path))
-    tokens, lengths = torch.randint(250, (2, 12)), (5, 7, 12)
-    with torch.no_grad():
-        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
-        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
-        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
-        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+    assert_texts_are_apart("qwen3-5", tmp_path)
 
 
 def published(folder: Path, family: str, wide: tuple[str, ...] = ()) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import pico
 import pytest
 import torch
 from conversions import run
-from gpt_models import as_gpt, converted, transformers_model
+from gpt_models import assert_texts_are_apart
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -17,7 +17,6 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.trainer.model.positions import PackedSequences
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -41,13 +40,7 @@ def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
 
 
 def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
-    model = as_gpt(converted(transformers_model("falcon-h1"), tmp_path))
-    tokens, lengths = torch.randint(250, (2, 12)), (5, 7, 12)
-    with torch.no_grad():
-        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
-        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
-        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
-        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+    assert_texts_are_apart("falcon-h1", tmp_path)
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import int8_directories
@@ -74,6 +75,17 @@ def test_transformers_is_the_judge_of_what_it_loads_of_int8(tmp_path: Path, spel
     model(torch.tensor([[1, 2, 3]]))  # it decompresses weights then
     held = model.state_dict()
     assert all(torch.equal(held[name], expected) for name, expected in values.items())
+
+
+def test_no_engine_has_a_scheme_for_packed_words_under_one_scale_of_a_whole_weight(tmp_path: Path) -> None:
+    spelled = replace(SPELLINGS["w8a16"], weights=SPELLINGS["w8a8-static"].weights)
+    values = int8_directories.make(tmp_path, spelled)
+    for engine in ("vllm", "sglang"):
+        assert any("INT8 per tensor, without INT8 inputs" in each for each in findings(tmp_path, engine)[0])
+    assert findings(tmp_path, "transformers")[0] == []
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model(torch.tensor([[1, 2, 3]]))  # it decompresses weights then
+    assert all(torch.equal(model.state_dict()[name], expected) for name, expected in values.items())
 
 
 def in_config(directory: Path, said: dict[str, object]) -> None:
@@ -157,3 +169,11 @@ def test_compressed_tensors_older_key_of_config_json_is_read_and_becomes_the_new
     assert not any("compression_config" in each for each in found) and "quantization_config" not in found[0]
     assert found[1]["quantization_config"] == theirs
     assert compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "back")).equal
+
+
+def test_a_wrappers_older_key_is_unknown_to_transformers_too(tmp_path: Path) -> None:
+    coded = {"quant_method": "compressed-tensors"}
+    wrapper = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "compression_config": coded}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "quantization_config")
+    assert engines()["transformers"].lacks(wrapper | {"quantization_config": coded}) == ["quantization_config"]

@@ -7,7 +7,7 @@ from typing import Any
 import pico
 import pytest
 import torch
-from gpt_models import as_gpt, converted, transformers_model
+from gpt_models import assert_texts_are_apart
 from in_memory import to_hf, to_megatron
 from installed import BEFORE_5_23
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,6 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch, UnknownArchite
 from precisionctl.param import Parallelism
 from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.model.delta_rule import BLOCK, gated_delta_rule
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrence import CHUNK
 
 pytestmark = pytest.mark.skipif(BEFORE_5_23, reason="before 5.23 transformers had Kimi Linear alone")
@@ -78,13 +77,7 @@ def test_gradients_of_the_rule_are_those_of_small_differences() -> None:
 
 @pytest.mark.parametrize("family", ["kimi-linear", "ling-3"])
 def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path, family: str) -> None:
-    model = as_gpt(converted(transformers_model(family), tmp_path))
-    tokens, lengths = torch.randint(250, (2, 12)), (5, 7, 12)
-    with torch.no_grad():
-        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
-        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
-        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
-        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+    assert_texts_are_apart(family, tmp_path)
 
 
 def published(folder: Path, family: str) -> dict[str, Tensor]:

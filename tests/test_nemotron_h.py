@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import run as command
 from conversions import change_args, run
-from gpt_models import as_gpt, converted, transformers_model
+from gpt_models import as_gpt, assert_texts_are_apart, converted, transformers_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import make_source, make_text
@@ -30,7 +30,6 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, U
 from precisionctl.fp8 import sidecar
 from precisionctl.param import Parallelism
 from precisionctl.recipe import ParallelSettings
-from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.model.recurrence import CHUNK
 from precisionctl.trainer.model.state_space import state_space
 from precisionctl.trainer.parallel import shards
@@ -245,13 +244,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_texts_that_share_a_row_neither_see_nor_remember_one_another(tmp_path: Path) -> None:
-    model = as_gpt(converted(transformers_model("nemotron-h"), tmp_path))
-    tokens, lengths = torch.randint(250, (2, 100)), (5, 95, 70, 30)
-    with torch.no_grad():
-        shared = model(tokens, packed=PackedSequences(lengths)).flatten(0, 1)
-        alone = [model(text[None])[0] for text in torch.split(tokens.flatten(), lengths)]
-        torch.testing.assert_close(shared, torch.cat(alone), rtol=0, atol=1e-5)
-        assert (shared - model(tokens).flatten(0, 1)).abs().max() > 1e-2
+    assert_texts_are_apart("nemotron-h", tmp_path, (5, 95, 70, 30))
 
 
 def test_groups_that_ranks_cannot_share_are_refused() -> None:

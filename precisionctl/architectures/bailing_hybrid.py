@@ -17,13 +17,15 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    all_but_every,
     is_on,
     layers,
     listed_layers,
     size,
 )
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
-from precisionctl.architectures.kda_keys import KINDS, common, layer_types, sparse_layers
+from precisionctl.architectures.delta_net_keys import KINDS, write_layers
+from precisionctl.architectures.kda_keys import common, sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
@@ -77,11 +79,13 @@ _SAVED = {
 """Sizes of delta attention in what transformers saves, and where it looks for them in files without these keys."""
 
 
+_UNLISTED = all_but_every(6, "layer_group_size")
+
+
 def _read_kda(config: Config, where: object) -> Fields:
-    listed, number = listed_layers(config, KINDS, where), layers(config, where)
+    listed = listed_layers(config, KINDS, where)
     if listed is None:
-        every = size({"layer_group_size": 6} | dict(config), "layer_group_size", where)
-        listed = [(layer + 1) % every != 0 for layer in range(number)]
+        listed = _UNLISTED(config, layers(config, where))
     said = {"head_dim": 128, "short_conv_kernel_size": 4} | dict(config)
     heads, head, taps = (size({first: said.get(then)} | dict(config), first, where) for first, then in _SAVED.items())
     bounded, bound = is_on(config, "kda_safe_gate", where, absent=True), config.get("kda_lower_bound", -5.0)
@@ -105,7 +109,7 @@ def _write_kda(model: ModelShape) -> Config:
     sizes = {"head_dim": model.gdn.key_head_dim, "short_conv_kernel_size": model.gdn.conv_kernel_dim}
     if model.gdn.num_value_heads != model.num_attention_heads:
         sizes["linear_num_heads"] = model.gdn.num_value_heads
-    return {**layer_types(model), **sizes, **bounded}
+    return {**write_layers(model), **sizes, **bounded}
 
 
 _ROPE = rope(6e6)

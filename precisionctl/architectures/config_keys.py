@@ -130,8 +130,8 @@ class Only:
 @dataclass(frozen=True)
 class Synonyms:
     """Other words for keys of the table, which a class of transformers takes for the same (`attribute_map`): which it
-    goes by, of a file that has both, is an accident, so they must have one value. Only a Key reads such a word alone
-    (`Key.synonym`)."""
+    goes by, of a file that has both, is an accident, so they must have one value. Only a Key
+    (`Key.synonym`) and a Reworded entry read such a word alone."""
 
     words: Mapping[str, str]
 
@@ -152,9 +152,8 @@ class Synonyms:
 
 @dataclass(frozen=True)
 class Reworded:
-    """An entry of whose keys files have other words, which a class of transformers takes for the same
-    (`attribute_map`): `words` has the keys' words. A file that has both must have one value in them. The words are
-    written only if they are the `published` ones."""
+    """An entry that also reads other words for its keys, Synonyms of them, which `words` has by key. They are written
+    in the place of keys only if published files have them (`published`)."""
 
     entry: Entry
     words: Mapping[str, str]
@@ -252,12 +251,13 @@ VOCABULARY = Rule(
     lambda model: {"vocab_size": model.vocab_size},
 )
 
+LAYERS = Rule(
+    ("num_hidden_layers",),
+    lambda config, where: {"num_layers": layers(config, where)},
+    lambda model: {"num_hidden_layers": model.num_layers},
+)
 SIZES: tuple[Entry, ...] = (
-    Rule(
-        ("num_hidden_layers",),
-        lambda config, where: {"num_layers": layers(config, where)},
-        lambda model: {"num_hidden_layers": model.num_layers},
-    ),
+    LAYERS,
     Key("hidden_size", "hidden_size"),
     Key("ffn_hidden_size", "intermediate_size"),
     Key("max_position_embeddings", "max_position_embeddings", older="max_sequence_length"),  # the first Llama's

@@ -9,32 +9,30 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
+    all_but_every,
     layers,
     listed_layers,
     one_or_none,
-    size,
     tied,
 )
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
 KINDS = {"linear_attention": True, "full_attention": False}
+"""Of layers: has one a delta net?"""
+
+_INTERVAL = "full_attention_interval"
+_UNLISTED = all_but_every(4, _INTERVAL)
 
 
 def _read_layers(config: Config, where: object) -> Fields:
     listed = listed_layers(config, KINDS, where)
-    if listed is None:  # every fourth has attention, or what `full_attention_interval` says
-        every = size({"full_attention_interval": 4} | dict(config), "full_attention_interval", where)
-        return {"gdn.layers": tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))}
-    return {"gdn.layers": tuple(listed)}
+    return {"gdn.layers": tuple(_UNLISTED(config, layers(config, where)) if listed is None else listed)}
 
 
 def write_layers(model: ModelShape) -> Config:
-    return {
-        "layer_types": [
-            "linear_attention" if model.has_delta_net(layer) else "full_attention" for layer in range(model.num_layers)
-        ]
-    }
+    numbers = range(model.num_layers)
+    return {"layer_types": ["linear_attention" if model.has_delta_net(each) else "full_attention" for each in numbers]}
 
 
 COMMON: tuple[Entry, ...] = (
@@ -45,7 +43,7 @@ COMMON: tuple[Entry, ...] = (
     Always("zero_centered_gamma", True),
     Always("hf_zero_centered_gamma", True),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
-    Rule(("layer_types", "full_attention_interval"), _read_layers, write_layers),
+    Rule(("layer_types", _INTERVAL), _read_layers, write_layers),
     Key("gdn.num_key_heads", "linear_num_key_heads", 16),
     Key("gdn.num_value_heads", "linear_num_value_heads", 32),
     Key("gdn.key_head_dim", "linear_key_head_dim", 128),

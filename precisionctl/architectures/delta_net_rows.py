@@ -13,6 +13,21 @@ from precisionctl.param import COLUMNS, CONV_PARTS, IN_PROJ_PARTS, ROWS, Paralle
 
 _HF, _MEGATRON = "model.layers.{layer}.linear_attn.", "decoder.layers.{layer}.self_attention."
 
+CONV = Row(
+    f"{_HF}conv1d.weight",
+    f"{_MEGATRON}conv1d.weight",
+    ("gdn.conv_size", 1, "gdn.conv_kernel_dim"),
+    parallel=Parallel("rows", names=CONV_PARTS),
+    parts="gdn.conv_parts",
+)
+OUT_PROJ = Row(
+    f"{_HF}out_proj.weight",
+    f"{_MEGATRON}out_proj.weight",
+    ("hidden_size", "gdn.value_size"),
+    parallel=COLUMNS,
+    gemm=True,
+)
+
 
 def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows of attention's norm and of attention, in layers of both kinds. `in_proj` are the linears that Megatron's
@@ -39,13 +54,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
                     gemm=True,
                     values=tuple(f"{_HF}{name}.weight" for name in values),
                 ),
-                Row(
-                    f"{_HF}conv1d.weight",
-                    f"{_MEGATRON}conv1d.weight",
-                    ("gdn.conv_size", 1, "gdn.conv_kernel_dim"),
-                    parallel=Parallel("rows", names=CONV_PARTS),
-                    parts="gdn.conv_parts",
-                ),
+                CONV,
                 Row(f"{_HF}dt_bias", f"{_MEGATRON}dt_bias", ("gdn.num_value_heads",), parallel=ROWS, keeps_dtype=True),
                 Row(f"{_HF}A_log", f"{_MEGATRON}A_log", ("gdn.num_value_heads",), parallel=ROWS, keeps_dtype=True),
                 Row(
@@ -55,13 +64,7 @@ def delta_net(arrangement: Rearrangement, *in_proj: str, values: tuple[str, ...]
                     ORDINARY_GAMMA,
                     wide_beside="A_log",
                 ),
-                Row(
-                    f"{_HF}out_proj.weight",
-                    f"{_MEGATRON}out_proj.weight",
-                    ("hidden_size", "gdn.value_size"),
-                    parallel=COLUMNS,
-                    gemm=True,
-                ),
+                OUT_PROJ,
             ),
         ),
     )

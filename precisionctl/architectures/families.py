@@ -22,11 +22,9 @@ from precisionctl.architectures.wrappers import (
 )
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, most_alike, shown
-from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
+from precisionctl.model_fields import PARTS
 from precisionctl.model_shape import ModelShape
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.same_model import TENSORS, differences
-from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.untabled_model import UntabledModel
 
 _VERSION = re.compile(r"[\d._]+")
@@ -134,20 +132,12 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     plain = {name: value for name, value in fields.items() if "." not in name}
-    groups: dict[str, Any] = {}
-    kinds = (("moe", MoE), ("mla", MLA), ("dsa", DSA), ("msa", MSA), ("gdn", GatedDeltaNet), ("mamba", Mamba2))
-    others = (("short_conv", ShortConv), ("multipliers", Multipliers))
-    for group, kind in (
-        *kinds,
-        *others,
-        ("global_attention", GlobalAttention),
-        ("csa", CSA),
-        ("mhc", HyperConnections),
-    ):
-        prefix = f"{group}."
+    parts: dict[str, Any] = {}
+    for part, kind in PARTS.items():
+        prefix = f"{part}."
         values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-        groups[group] = kind(**values) if values else None
-    return ModelShape(**plain, **groups)
+        parts[part] = kind(**values) if values else None
+    return ModelShape(**plain, **parts)
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:

@@ -12,9 +12,6 @@ from precisionctl.architectures.deepseek_keys import (
 )
 from precisionctl.model_shape import ModelShape
 
-KINDS = {"linear_attention": True, "full_attention": False}
-"""Of layers: has one Kimi delta attention?"""
-
 _WORDS: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
@@ -57,8 +54,3 @@ def sparse_layers(dense: int) -> Rule:
         return {**listed.write(model), **({key: len(without)} if without == [*range(len(without))] else {})}
 
     return Rule(listed.keys, listed.read, write)
-
-
-def layer_types(model: ModelShape) -> Config:
-    numbers = range(model.num_layers)
-    return {"layer_types": ["linear_attention" if model.has_delta_net(each) else "full_attention" for each in numbers]}

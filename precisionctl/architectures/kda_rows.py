@@ -7,10 +7,12 @@ in it: other linears read what is normalised, too.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from precisionctl.architectures.delta_net_rows import CONV, OUT_PROJ
 from precisionctl.architectures.param_map import Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import DELTA_NET_CONV, DELTA_NET_IN_PROJ, GAMMA, SAME, Rearrangement
-from precisionctl.param import COLUMNS, CONV_PARTS, KDA_PARTS, ROWS, Parallel
+from precisionctl.param import KDA_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
 
@@ -40,29 +42,17 @@ def kda(low_rank: bool, a_log: Rearrangement = SAME) -> tuple[Row, ...]:
                 gemm=True,
                 values=(f"{_HF}b_proj.weight",),
             ),
-            Row(
-                tuple(f"{_HF}{part}_conv1d.weight" for part in ("q", "k", "v")),
-                f"{_MEGATRON}conv1d.weight",
-                ("gdn.conv_size", 1, "gdn.conv_kernel_dim"),
-                DELTA_NET_CONV,
-                Parallel("rows", names=CONV_PARTS),
-                parts="gdn.conv_parts",
-            ),
+            replace(CONV, names=tuple(f"{_HF}{part}_conv1d.weight" for part in "qkv"), rearrangement=DELTA_NET_CONV),
             Row(f"{_HF}dt_bias", f"{_MEGATRON}dt_bias", ("gdn.key_size",), parallel=ROWS, keeps_dtype=True),
             Row(f"{_HF}A_log", f"{_MEGATRON}A_log", ("gdn.num_value_heads",), a_log, ROWS, keeps_dtype=True),
             Row(f"{_HF}o_norm.weight", f"{_MEGATRON}out_norm.weight", ("gdn.value_head_dim",), GAMMA),
-            Row(
-                f"{_HF}o_proj.weight",
-                f"{_MEGATRON}out_proj.weight",
-                ("hidden_size", "gdn.value_size"),
-                parallel=COLUMNS,
-                gemm=True,
-            ),
+            replace(OUT_PROJ, names=f"{_HF}o_proj.weight"),
         ),
     )
 
 
 def _low_rank(gate: str, size: str, values: bool) -> tuple[Row, Row]:
+    """The two steps to as many channels as `size` says; exports leave both as they are if they are `values`."""
     first, second = (f"{_HF}{gate}_{step}_proj.weight" for step in ("a", "b"))
     return (
         Row(
@@ -91,9 +81,7 @@ _FORGET_GATE = {f"self_attn.{name}": f"self_attn.forget_gate.{name}" for name in
 def in_memory(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The same rows by the names that transformers' class has in memory."""
     (conv,) = (row for row in rows if row.megatron.endswith("conv1d.weight"))
-    joined = Row(
-        f"{_HF}conv1d.weight", conv.megatron, conv.sizes, parallel=conv.parallel, parts=conv.parts, layers="gdn"
-    )
+    joined = replace(conv, names=f"{_HF}conv1d.weight", rearrangement=SAME)
     return tuple(joined if row is conv else each for row, each in zip(rows, renamed(rows, _FORGET_GATE), strict=True))
 
 

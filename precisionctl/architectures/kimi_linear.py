@@ -20,7 +20,8 @@ from precisionctl.architectures.config_keys import (
     size,
 )
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
-from precisionctl.architectures.kda_keys import KINDS, common, sparse_layers
+from precisionctl.architectures.delta_net_keys import KINDS
+from precisionctl.architectures.kda_keys import common, sparse_layers
 from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import MLP, MLP_NORM, SEPARATE_NORM, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
@@ -63,7 +64,7 @@ def _read_layers(config: Config, said: Config, where: object) -> list[bool]:
     if listed is not None:
         return listed
     if not all(key in said for key in _LISTS):
-        return [not layer or layer % 4 != 0 for layer in range(number)]
+        return [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
     of_kda, full = (numbered_layers(said[key], key, where) for key in _LISTS)
     if of_kda & full or of_kda | full != {*range(1, number + 1)}:
         what = f"kda_layers and full_attn_layers do not share out layers 1 to {number}"

@@ -8,6 +8,7 @@ takes no codes for them.
 """
 
 from precisionctl.architectures.config_keys import (
+    LAYERS,
     VOCABULARY,
     Always,
     Config,
@@ -38,7 +39,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import rope
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, ROWS, THIRDS
+from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
 
 _HF, _MEGATRON = "model.layers.{layer}.conv.", "decoder.layers.{layer}.self_attention."
 
@@ -59,7 +60,7 @@ _CONVOLUTION = (
         f"{_HF}in_proj.weight",
         f"{_MEGATRON}in_proj.weight",
         ("short_conv_size", "hidden_size"),
-        parallel=THIRDS,
+        parallel=TWICE_GATED_ROWS,
         gemm=True,
         values=(f"{_HF}in_proj.weight",),
     ),
@@ -124,11 +125,7 @@ def _read_tied(config: Config, where: object) -> Fields:
 
 
 COMMON: tuple[Entry, ...] = (
-    Rule(
-        ("num_hidden_layers",),
-        lambda config, where: {"num_layers": layers({"num_hidden_layers": 32, **config}, where)},
-        lambda model: {"num_hidden_layers": model.num_layers},
-    ),
+    LAYERS,
     Key("max_position_embeddings", "max_position_embeddings", 128000),
     VOCABULARY,
     heads(num_attention_heads=32, num_key_value_heads=8),

@@ -4,13 +4,13 @@ Traps: what is added to scores is no part of the router, but stands beside it. t
 and 1e-6, Megatron-Core by their sum.
 """
 
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, count, layers, listed_layers
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, listed_layers
+from precisionctl.architectures.deepseek_keys import leading_dense
 from precisionctl.architectures.lfm2 import COMMON, KINDS, NAMES, rows, write_layers
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, ROUTER, experts
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape
 
 _BLOCK = {".mlp.gate.e_score_correction_bias": ".feed_forward.expert_bias", ".mlp.": ".feed_forward."}
 _NUMBERED = experts(
@@ -25,20 +25,6 @@ def _read_layers(config: Config, where: object) -> Fields:
     return {"short_conv.layers": tuple(listed)}
 
 
-def _read_dense(config: Config, where: object) -> Fields:
-    dense = count({"num_dense_layers": 2, **config}, "num_dense_layers", where)
-    number = layers({"num_hidden_layers": 32, **config}, where)
-    return {"moe.layer_freq": tuple(layer >= dense for layer in range(number))}
-
-
-def _write_dense(model: ModelShape) -> Config:
-    return {
-        "num_dense_layers": model.moe.layer_freq.index(True)
-        if model.moe and any(model.moe.layer_freq)
-        else model.num_layers
-    }
-
-
 ARCHITECTURE = Architecture(
     model_types={"lfm2_moe": "Lfm2MoeForCausalLM"},
     rows=rows(
@@ -51,7 +37,7 @@ ARCHITECTURE = Architecture(
         Key("hidden_size", "hidden_size", 2048),
         Key("ffn_hidden_size", "intermediate_size", 7168),
         Rule(("layer_types",), _read_layers, write_layers),
-        Rule(("num_dense_layers",), _read_dense, _write_dense),
+        leading_dense("num_dense_layers", 2),
         Key("moe.num_experts", "num_experts", 32),
         Key("moe.topk", "num_experts_per_tok", 4),
         Key("moe.ffn_hidden_size", "moe_intermediate_size", 1792),

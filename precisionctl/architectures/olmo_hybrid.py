@@ -21,6 +21,7 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
+    all_but_every,
     layers,
     listed_layers,
     size,
@@ -70,10 +71,13 @@ _LAYERS = (
 )
 
 
+_UNLISTED = all_but_every(4)
+
+
 def _read_layers(config: Config, where: object) -> Fields:
     listed = listed_layers(config, KINDS, where)
     if listed is None:
-        listed = [layer % 4 != 3 for layer in range(layers(config, where))]
+        listed = _UNLISTED(config, layers(config, where))
         listed[-1] = listed[-1] and not all(listed)  # one has attention
     return {"gdn.layers": tuple(listed)}
 

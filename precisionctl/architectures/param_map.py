@@ -84,17 +84,16 @@ class Row:
     `sizes` make the shape of the whole (all ranks') Megatron tensor: fields of ModelShape, or numbers; `parts`, where
     tensor parallelism cuts rows of unequal parts, is the field that has their numbers of rows. `layers` says in which
     layers there is one: those whose MLP is dense, or has experts, those with attention, a gated delta net, a Mamba-2
-    mixer, a short convolution (`conv`), or an indexer,
-    those whose attention has a window (`windowed`) or has none (`global`), or compressed keys
-    that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses (`hashed`), or scores (`scored`),
-    or all; of these, with `shares_kv`, those that share keys and values, or that do not. `gemm` says whether this is
-    the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of its Hugging Face tensors, `values`
-    stay values in exports. `keeps_dtype` says whether values stay as stored whatever dtype the target has, and
-    `integers_below` that they are whole numbers, which do, from 0 to below this field of ModelShape. `only_exported` is
-    the weight of a GEMM that becomes codes in exports, though no FP8 recipe computes it in FP8. A norm that is 1 more
-    in Hugging Face than in Megatron would lose bits on its way: with `wide_beside` it becomes FP32, and on the way
-    back, when its dtype is another one than that of the parameter of that name beside it, that dtype. `as_stored` is
-    the same row under the source's names, where those are not the ones to write.
+    mixer, a short convolution (`conv`), or an indexer, those whose attention has a window (`windowed`) or has none
+    (`global`), or compressed keys that overlap (`sparse`) or do not (`heavy`), those whose experts a table chooses
+    (`hashed`), or scores (`scored`), or all; of these, with `shares_kv`, those that share keys and values, or that do
+    not. `gemm` says whether this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. Of
+    its Hugging Face tensors, `values` stay values in exports. `keeps_dtype` says whether values stay as stored whatever
+    dtype the target has, and `integers_below` that they are whole numbers, which do, from 0 to below this field of
+    ModelShape. `only_exported` is the weight of a GEMM that becomes codes in exports, though no FP8 recipe computes it
+    in FP8. A norm that is 1 more in Hugging Face than in Megatron would lose bits on its way: with `wide_beside` it
+    becomes FP32, and on the way back, when its dtype is another one than that of the parameter of that name beside it,
+    that dtype. `as_stored` is the same row under the source's names, where those are not the ones to write.
     """
 
     names: str | tuple[str, ...]

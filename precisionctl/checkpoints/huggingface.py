@@ -39,11 +39,9 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS, Scales
 from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length
-
-COMPRESSION = "compression_config"
-"""What compressed-tensors called its `quantization_config` in 2024."""
 
 
 def recognise(path: Path) -> bool:
@@ -244,8 +242,9 @@ class HuggingFaceWriter:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
         config = config_of_values(self.companions, self.config, self.specs)
-        text = found if isinstance(found := config.get("text_config"), dict) else config  # `self.config` is of it alone
-        text |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
+        text = config.get("text_config")
+        said = text if isinstance(text, dict) else config  # `self.config` is of the text model alone
+        said |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
             config |= expert_dtype(config, self.specs)
@@ -260,7 +259,7 @@ def config_of_values(
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
-    for key in ("quantization_config", COMPRESSION):
+    for key in ("quantization_config", OLDER_KEY):
         found.pop(key, None)
     if isinstance(found.get("text_config"), dict):
         found["text_config"].pop("quantization_config", None)
@@ -303,7 +302,7 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if not found and isinstance(text, dict):
         found = text.get("quantization_config")
     if not found:
-        found = config.get(COMPRESSION)
+        found = config.get(OLDER_KEY)
     if not found and has_file(beside, path):
         found = _load_json(beside).get("quantization")
         if not isinstance(found, dict):

@@ -110,8 +110,9 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
     else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
-    untabled = isinstance(plan.model, UntabledModel)  # these, and wrappers, always have a config.json of their own
-    config = {} if untabled else to_hf_config(plan.model, config_dtype(plan.targets))
+    # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
+    made = not isinstance(plan.model, UntabledModel)
+    config = to_hf_config(plan.model, config_dtype(plan.targets)) if made else {}
     if request.container in (DCP, TORCHTITAN):
         make_dcp = TorchtitanWriter if request.container == TORCHTITAN else DcpWriter
         return make_dcp(output.partial, plan.targets, companions, config, _trainer_run(source))

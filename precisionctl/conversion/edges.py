@@ -97,8 +97,8 @@ def changed_notes(
 ) -> Iterator[str]:
     """After a conversion: what became of those weights of a plan's result that were codes before; `read` as in `edges`.
 
-    Of codes with zero points, a value that is what its code decodes to, to the last bit, had no other code: neighbours
-    are farther apart than BF16 rounds a number that it holds."""
+    Of a weight with zero points it says "the same codes" only if each value is what its code decodes to, to the last
+    bit, as no other code decodes to that. A value that has been BF16 may have been one of two codes."""
     changed = findings.changed
     again = [name for name in plan.codes if name in encodings.weights]
     each = edges(encodings, read, plan)

@@ -38,6 +38,7 @@ from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Quantization, QuantMethod, Scheme, in_fp8
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,33 +163,25 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
-        text = _of_text(config)
-        missing_keys = [
-            Finding(
-                "config.json", f"{key} is {shown(text[key])}" if isinstance(text.get(key), str) else f"no {key}", rule
-            )
-            for missing, rule in self.keys.items()
-            for key in missing(text)
-        ]
-        missing_keys += self.check_spread(specs, served)
+        always = [*self._missing_keys(config), *self.check_spread(specs, served)]
         if method is None:
-            return missing_keys  # plain BF16 or FP16: every engine loads it
+            return always  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
         said = method.read(quantization).narrowed(scales, specs)
         scheme = said.scheme
         codes = {name: specs[name] for name in scales}
-        by_kind: dict[str, list[str]] = {} if coded else {scheme: []}
-        for name, kind in _kinds(method, said, coded).items():
-            by_kind.setdefault(kind, []).append(name)
+        by_kind = _by_kind(method, said, coded)
         if unread := [kind for kind in by_kind if kind not in self.reads.get(method.name, ())]:
             return [Finding("config.json", f"{method.name} with {_in_words(unread[0])}", self.quantisation)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
+        fused = (*FUSED, LATENT) if self.fuses else ()
+        floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
         shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
-            *missing_keys,
+            *always,
             *other_codes(scales, specs, self.quantisation),
             *wrong_scales(found, self.scales),
             *broken(scales_of_no_use, _USABLE, found),
@@ -204,18 +197,25 @@ class Engine:
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
-            *partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *unequal_in_group(
-                {name: each for name, each in scales.items() if not specs[name].element.is_integer},
-                read,
-                self.fused,
-                self.global_scales,
-                (*FUSED, LATENT) if self.fuses else FUSED,
-            ),
+            *partly_quantized(scales, specs, self.all_or_none, fused),
+            *unequal_in_group(floating, read, self.fused, self.global_scales, fused or FUSED),
             *unequal_experts(scales, read, self.experts),
             *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
+        ]
+
+    def _missing_keys(self, config: Mapping[str, Any]) -> list[Finding]:
+        """What the engine requires of config.json and does not find there, or finds in words that it does not know."""
+        text = _of_text(config)
+        return [
+            Finding(
+                "config.json",
+                f"{key} is {shown(found)}" if isinstance(found := text.get(key), str) else f"no {key}",
+                rule,
+            )
+            for missing, rule in self.keys.items()
+            for key in missing(text)
         ]
 
     def check_shape(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> Finding | None:
@@ -326,8 +326,9 @@ class Engine:
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's part of a config.json, with the wrapper's `model_type` where it has none."""
-    return {"model_type": config.get("model_type"), **text_config(config)}
+    """The text model's part of a config.json, with what MissingKeys have of a wrapper's."""
+    of_the_whole = ("model_type", "quantization_config", OLDER_KEY)
+    return {**{key: config.get(key) for key in of_the_whole}, **text_config(config)}
 
 
 _STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
@@ -358,13 +359,16 @@ def engine_named(name: str, *others: str) -> Engine:
     return known[name]
 
 
-def _kinds(method: QuantMethod, said: Quantization, coded: Mapping[str, CodedWeight]) -> dict[str, str]:
-    """What the codes of each weight are: a scheme of FP8, or the name of packed ones. Where exports are written in the
-    method, all have the scheme that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`)."""
-    if said.blocks and method.spelling:
-        return dict.fromkeys(coded, said.scheme)
-    alone = {name: in_fp8([each.form.block], each.scales.input is not None).scheme for name, each in coded.items()}
-    return {name: each.spec.packing.name if each.spec.packing else alone[name] for name, each in coded.items()}
+def _by_kind(method: QuantMethod, said: Quantization, coded: Mapping[str, CodedWeight]) -> dict[str, list[str]]:
+    """The weights by what their codes are: a scheme of FP8, or the name of packed ones. Where exports are written in
+    the method, all have the scheme that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`)."""
+    if not coded or (said.blocks and method.spelling):
+        return {said.scheme: [*coded]}
+    found: dict[str, list[str]] = {}
+    for name, each in coded.items():
+        packing, fixed = each.spec.packing, each.scales.input is not None
+        found.setdefault(packing.name if packing else in_fp8([each.form.block], fixed).scheme, []).append(name)
+    return found
 
 
 def _in_words(scheme: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HEAD = ("lm_head",)
-"""What is no linear to those that read Quark (vLLM 0.33, quark.py get_quant_method_target)."""
+"""What is no linear to engines that read Quark (vLLM 0.33, quark.py get_quant_method_target)."""
 
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
@@ -50,10 +50,8 @@ def wrongly_ignored(
     directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
 ) -> Iterator[Finding]:
     """Linears that are codes and ignored, or neither: the engine would misread both."""
-    is_ignored, never = (
-        ignore_list.of(directory.quantization),
-        directory.spelling.never if directory.spelling else _HEAD,
-    )
+    is_ignored = ignore_list.of(directory.quantization)
+    never = directory.spelling.never if directory.spelling else _HEAD
     for name in linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:

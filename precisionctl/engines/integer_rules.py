@@ -18,9 +18,9 @@ _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
 
 
 def int8_of_no_scheme(*, inputs_of_words: bool) -> Demand:
-    """Config groups of INT8 that are neither bytes, with symmetric weights per tensor or channel and inputs in INT8,
-    nor words, per channel or group; whose inputs stay as they are or, with `inputs_of_words`, have symmetric scales of
-    their tokens."""
+    """Config groups of INT8 that are neither bytes, with weights per tensor or channel and inputs in INT8, nor words,
+    with weights per channel or group, whose inputs stay as they are or, if an engine has kernels for `inputs_of_words`,
+    are INT8 with symmetric scales of tokens."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, group in _int8_groups(directory.quantization):
@@ -30,7 +30,8 @@ def int8_of_no_scheme(*, inputs_of_words: bool) -> Demand:
                 fits = strategy in ("tensor", "channel") and bool(inputs)
             else:
                 by_token = isinstance(inputs, Mapping) and inputs.get("dynamic") and inputs.get("symmetric", True)
-                fits = layout == _WORDS and (not inputs or bool(inputs_of_words and by_token))
+                of_words = layout == _WORDS and strategy in ("channel", "group")
+                fits = of_words and (not inputs or bool(inputs_of_words and by_token))
             if not fits:
                 of_inputs = "with" if inputs else "without"
                 yield CONFIG, f"config group {name}: INT8 per {strategy}, {of_inputs} INT8 inputs, as {layout!r}"
@@ -53,10 +54,10 @@ def zero_points_of(*bits: int) -> Demand:
 def int8_inputs_of_group_unequal(directory: QuantizedDirectory) -> Breaches:
     """Fused linears in INT8 whose fixed input scales or zero points differ."""
     for group in fused_weights(directory.scales, FUSED):
-        fixed = [(name, scales) for name in group for scales in [directory.scales[name]] if _of_int8(directory, name)]
-        found = {_fixed_input(directory, scales) for _, scales in fixed if scales.input is not None}
+        fixed = [name for name in group if _of_int8(directory, name) and directory.scales[name].input is not None]
+        found = {_fixed_input(directory, directory.scales[name]) for name in fixed}
         if len(found) > 1:
-            yield fixed[0][0], f"input scales {sorted(scale for scale, _ in found)} of one fused group differ"
+            yield fixed[0], f"input scales, with zero points, {sorted(found)} of one fused group differ"
 
 
 def int8_inputs_fixed(directory: QuantizedDirectory) -> Breaches:
@@ -84,7 +85,8 @@ def int8_of_a_tensor(directory: QuantizedDirectory) -> Breaches:
 
 
 def int8_experts(*, by_token: bool) -> Demand:
-    """Experts in bytes; where their inputs have scales `by_token`, only those that have other scales."""
+    """Experts in bytes: the first. Of an engine that takes them with a scale for each channel and inputs `by_token`,
+    the first that has other scales."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items():

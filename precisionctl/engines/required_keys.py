@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
+
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
 """From the text model's part of a config.json, the required keys that it lacks, or has in words that the engine does
-not know. The part has the wrapper's `model_type` where it has none of its own."""
+not know. The part has what a wrapper says of the whole, its `model_type` and how weights are coded, where it says
+nothing else of them."""
 
 
 OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "topk_method")
@@ -13,9 +16,8 @@ OF_DEEPSEEK_V4 = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rop
 
 
 def quantization_config_under_this_name(config: Mapping[str, Any]) -> Iterator[str]:
-    """`quantization_config` where a Reader has taken compressed-tensors' `compression_config` for it: then both are one
-    object."""
-    if config.get("quantization_config") and config["quantization_config"] is config.get("compression_config"):
+    """`quantization_config` where a Reader has taken compressed-tensors' older key for it: then both are one object."""
+    if config.get("quantization_config") and config["quantization_config"] is config.get(OLDER_KEY):
         yield "quantization_config"
 
 

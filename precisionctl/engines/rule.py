@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class QuantizedDirectory:
-    """A directory of FP8 codes, as the rules see it.
+    """A directory of codes, as the rules see it.
 
     model_type, quantization: that of config.json, and its `quantization_config`. method, scheme: the quant method and
     scheme that it names. spelling: the names and shapes of that method's scales; None if no export is written in it.

@@ -7,7 +7,6 @@ next training step would use, and so does an export for Transformer Engine. A ch
 without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -167,8 +166,8 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
             weight = (_stored_integers if by_row else _stored_blocks)(reader, job, plan, device)
         elif _by_row(reader, job):
             weight = (_stored_weight if _in_e4m3(reader, job) else _stored_blocks)(reader, job, plan, device)
-            bound = made.bound if made else math.inf
-            inputs = _static_inputs(fixed[job.module], device) or TokenInputs(bound)
+            assert made, "or the weight is decoded"
+            inputs = _static_inputs(fixed[job.module], device) or TokenInputs(made.bound)
         else:
             native = _in_e4m3(reader, job) and not fixed[job.module]
             squares = _stored_squares(reader, job, plan, device) if native else None

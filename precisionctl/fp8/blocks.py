@@ -28,7 +28,8 @@ class BlockScales:
 
     For each block it keeps, in FP32: `amax`, the largest magnitude seen, and `candidate`, the carried scale_inv (NaN or
     0 if there is none). `fits`, bool, says whether every value seen is the value of a code under the candidate.
-    `exact` says, where there are zero points, whether all values that fit are that to the last bit, and not rounded.
+    `exact` says, where there are zero points, whether every value that fits is its code's to the last bit, and none is
+    that value rounded to BF16.
     """
 
     def __init__(

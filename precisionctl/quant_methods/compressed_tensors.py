@@ -32,6 +32,9 @@ from precisionctl.quant_methods.base import (
     together,
 )
 
+OLDER_KEY = "compression_config"
+"""What compressed-tensors called its `quantization_config` in 2024."""
+
 _NVFP4 = CodeFormat(
     (1, 16),
     Packing("NVFP4", E2M1, DType.uint8, "_packed"),

@@ -7,6 +7,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
+from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.same_model import differences
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
@@ -64,11 +65,8 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
     if data is None:
         return None
     config = parse_json(data, "config.json")
-    return {
-        key: value
-        for key, value in config.items()
-        if key not in ("quantization_config", "compression_config", "model_type")
-    }
+    left_out = ("quantization_config", OLDER_KEY, "model_type")
+    return {key: value for key, value in config.items() if key not in left_out}
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -59,7 +59,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import (
     REPLICATED,
     ROWS,
-    THIRDS,
+    TWICE_GATED_ROWS,
     Parallel,
     Parallelism,
     TensorSpec,
@@ -230,7 +230,7 @@ class LegacyReader(MegatronDirectory):
             with damage("arguments that describe no gated delta net, and no mixer", self.path):
                 cut = read_mamba(self.args) if "mixer." in name else read_delta_net(self.args)
             if cut is None:  # a short convolution, of which no argument says anything
-                return THIRDS if "in_proj" in name else ROWS
+                return TWICE_GATED_ROWS if "in_proj" in name else ROWS
             return replace(ROWS, parts=cut.in_proj_parts if "in_proj" in name else cut.conv_parts)
         # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]

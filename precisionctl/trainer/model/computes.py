@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model_fields import Activation
+from precisionctl.model_fields import PARTS, Activation
 from precisionctl.model_shape import ModelShape
 
 ANY = None
@@ -182,9 +182,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
 
 
 def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
-    """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
+    """Each field with its value, and then those of its PARTS, with a dot in their names."""
     yield from vars(model).items()
-    groups = ("moe", "mla", "dsa", "msa", "csa", "mhc", "gdn", "short_conv", "mamba", "multipliers", "global_attention")
-    for group in groups:
-        part = getattr(model, group)
-        yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())
+    for part in PARTS:
+        fields = vars(found) if (found := getattr(model, part)) else {}
+        yield from ((f"{part}.{name}", value) for name, value in fields.items())

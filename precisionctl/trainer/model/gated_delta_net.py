@@ -15,14 +15,7 @@ from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.recurrence import by_text, convolved
-
-
-def convolution(gdn: GatedDeltaNet, backend: Backend) -> nn.Conv1d:
-    """Of each channel of a tensor rank's queries, keys and values by itself."""
-    channels = gdn.conv_size // backend.world.tensor.size
-    taps = gdn.conv_kernel_dim
-    return nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=backend.dtype, device=backend.device)
+from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
 
 
 def in_heads(mixed: Tensor, gdn: GatedDeltaNet) -> tuple[Tensor, ...]:
@@ -44,7 +37,7 @@ class GatedDeltaNetAttention(nn.Module):
         self.gdn, self.parts = gdn, [rows // ranks for rows in gdn.in_proj_parts]
         norm, heads = norm_of(model), gdn.num_value_heads // ranks
         self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, gdn.in_proj_size, False, norm)
-        self.conv1d = convolution(gdn, backend)
+        self.conv1d = convolution(gdn.conv_size, gdn.conv_kernel_dim, backend)
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
         out_norm = norm if gdn.norm_epsilon is None else replace(norm, epsilon=gdn.norm_epsilon)
@@ -61,7 +54,7 @@ class GatedDeltaNetAttention(nn.Module):
         """What in_proj gives of texts that are S tokens long, `[B, S, parts]`, to `[B, S, N * D]`."""
         channels = sum(self.parts[:3])
         mixed, gate, beta, alpha = torch.split(projected, [channels, *self.parts[3:]], -1)
-        query, key, value = in_heads(convolved(mixed, self.conv1d), self.gdn)
+        query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         read = gated_delta_rule(query, key, value, decay, self.fastest * beta.sigmoid())
         gated: Tensor = self.out_norm(read) * F.silu(gate.reshape(read.shape).float())

@@ -13,9 +13,9 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import GatedDeltaNet
 from precisionctl.trainer.backends.base import Backend, norm_of
 from precisionctl.trainer.model.delta_rule import gated_delta_rule
-from precisionctl.trainer.model.gated_delta_net import convolution, in_heads
+from precisionctl.trainer.model.gated_delta_net import in_heads
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.recurrence import by_text, convolved
+from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
 
 
 class KimiDeltaAttention(nn.Module):
@@ -35,7 +35,7 @@ class KimiDeltaAttention(nn.Module):
             self.g_a_proj = backend.linear(f"{name}.g_a_proj", hidden, rank, False)
             self.g_b_proj = backend.linear(f"{name}.g_b_proj", rank, gdn.value_size, False, "inner column")
         self.beta_proj = backend.linear(f"{name}.beta_proj", hidden, gdn.num_value_heads, False)
-        self.conv1d = convolution(gdn, backend)
+        self.conv1d = convolution(gdn.conv_size, gdn.conv_kernel_dim, backend)
         self.dt_bias = nn.Parameter(torch.ones(gdn.key_size // ranks.size, dtype=dtype, device=device))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
         self.out_norm = backend.norm(gdn.value_head_dim, norm_of(model))
@@ -56,7 +56,7 @@ class KimiDeltaAttention(nn.Module):
         rates, `[B, S, parts]`; gives `[B, S, N * D]`."""
         parts = (self.gdn.conv_size, self.gdn.key_size, self.gdn.value_size, self.gdn.num_value_heads)
         mixed, decay, gate, beta = torch.split(made, [rows // self.ranks.size for rows in parts], -1)
-        query, key, value = in_heads(convolved(mixed, self.conv1d), self.gdn)
+        query, key, value = in_heads(F.silu(convolved(mixed, self.conv1d)), self.gdn)
         steps, rates = (decay.float() + self.dt_bias).view(key.shape), self.A_log.float().exp()[:, None]
         if self.gdn.kda_lower_bound is None:
             logarithms = -rates * F.softplus(steps)

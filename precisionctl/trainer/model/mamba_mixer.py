@@ -14,7 +14,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import Mamba2
 from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.recurrence import by_text, convolved
+from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
 from precisionctl.trainer.model.state_space import state_space
 
 _STEPS = (0.001, 0.1)
@@ -23,19 +23,18 @@ _STEPS = (0.001, 0.1)
 
 class MambaMixer(nn.Module):
     """Values and the vectors B and C go through a causal convolution, the state space and a gate, with a norm or
-    without one, and out_proj.
-    Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head: the more of it, the more a
-    token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
+    without one, and out_proj. Rows of in_proj: gates (z), values (x), B, C, then what makes the step dt of each head:
+    the more of it, the more a token adds to the state, and the more decays. It is not clamped, as in Megatron-Core."""
 
     def __init__(self, name: str, model: ModelShape, mamba: Mamba2, backend: Backend) -> None:
         super().__init__()
         ranks, dtype, device = backend.world.tensor.size, backend.dtype, backend.device
         self.parts = [rows // ranks for rows in mamba.in_proj_parts]
-        self.groups, heads, channels = mamba.num_groups // ranks, mamba.num_heads // ranks, mamba.conv_size // ranks
+        self.groups, heads = mamba.num_groups // ranks, mamba.num_heads // ranks
         before = None if model.parallel_mixers else norm_of(model)
         self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, before)
         self.factors = model.multipliers.ssm if model.multipliers else None
-        self.conv1d = nn.Conv1d(channels, channels, mamba.conv_kernel_dim, groups=channels, dtype=dtype, device=device)
+        self.conv1d = convolution(mamba.conv_size, mamba.conv_kernel_dim, backend, bias=True)
         steps = torch.empty(heads, device=device).uniform_(*map(math.log, _STEPS)).exp_()
         self.dt_bias = nn.Parameter(steps.expm1().log_().to(dtype))
         self.A_log = nn.Parameter(torch.empty(heads, device=device).uniform_(1, 16).log_().to(dtype))
@@ -56,7 +55,7 @@ class MambaMixer(nn.Module):
             each = zip(torch.split(projected, self.parts, -1), self.factors, strict=True)
             projected = torch.cat([part * factor for part, factor in each], -1)
         gate, mixed, step = torch.split(projected, [self.parts[0], sum(self.parts[1:4]), self.parts[4]], -1)
-        value, write, read = torch.split(convolved(mixed, self.conv1d), self.parts[1:4], -1)
+        value, write, read = torch.split(F.silu(convolved(mixed, self.conv1d)), self.parts[1:4], -1)
         write, read = (torch.unflatten(each, -1, (self.groups, -1)) for each in (write, read))
         value = torch.unflatten(value, -1, (len(self.D), -1)).float()
         step = F.softplus(step.float() + self.dt_bias.float())

@@ -1,6 +1,5 @@
-"""What layers with a state share, gated delta nets and Mamba-2 mixers (the first two also short convolutions):
-a causal convolution before it, texts that begin
-with none, and a state that is computed chunk by chunk.
+"""What gated delta nets, Mamba-2 mixers and short convolutions share: a causal convolution, and texts that begin with
+nothing that another left; and what the first two share, a state that is computed chunk by chunk.
 
 Shape letters: B batch, S sequence, N heads.
 """
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.model.positions import Positions
 
 CHUNK = 64
@@ -27,15 +27,16 @@ def by_text(function: Callable[[Tensor], Tensor], tokens: Tensor, positions: Pos
     return torch.cat([function(text) for text in texts], 1).flatten(0, 1)
 
 
-def convolved(channels: Tensor, taps: nn.Conv1d) -> Tensor:
-    """SiLU of a causal convolution of each channel `[B, S, channels]` by itself."""
-    return F.silu(convolution(channels, taps)).mT
+def convolution(channels: int, taps: int, backend: Backend, bias: bool = False) -> nn.Conv1d:
+    """Of a tensor rank's part of so many channels, each by itself."""
+    own, dtype, device = channels // backend.world.tensor.size, backend.dtype, backend.device
+    return nn.Conv1d(own, own, taps, groups=own, bias=bias, dtype=dtype, device=device)
 
 
-def convolution(channels: Tensor, taps: nn.Conv1d) -> Tensor:
-    """The causal convolution of each channel `[B, S, channels]` by itself, `[B, channels, S]`."""
-    padded = F.pad(channels.mT, (taps.kernel_size[0] - 1, 0))
-    return F.conv1d(padded, taps.weight, taps.bias, groups=taps.groups)
+def convolved(channels: Tensor, conv: nn.Conv1d) -> Tensor:
+    """The causal convolution of each channel by itself, `[B, S, channels]` to the same."""
+    padded = F.pad(channels.mT, (conv.kernel_size[0] - 1, 0))
+    return F.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).mT
 
 
 def in_chunks(tensor: Tensor) -> Tensor:

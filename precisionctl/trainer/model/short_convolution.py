@@ -11,7 +11,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recurrent_parts import ShortConv
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions
-from precisionctl.trainer.model.recurrence import by_text, convolution
+from precisionctl.trainer.model.recurrence import by_text, convolution, convolved
 
 
 class ShortConvolution(nn.Module):
@@ -20,12 +20,9 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, short_conv: ShortConv, backend: Backend) -> None:
         super().__init__()
-        dtype, device, hidden = backend.dtype, backend.device, model.hidden_size
-        channels = hidden // backend.world.tensor.size
+        hidden = model.hidden_size
         self.in_proj = column_linear(backend, f"{name}.in_proj", hidden, model.short_conv_size, False, norm_of(model))
-        self.conv1d = nn.Conv1d(
-            channels, channels, short_conv.kernel_dim, groups=channels, bias=False, dtype=dtype, device=device
-        )
+        self.conv1d = convolution(hidden, short_conv.kernel_dim, backend)
         self.out_proj = backend.linear(f"{name}.out_proj", hidden, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -36,4 +33,4 @@ class ShortConvolution(nn.Module):
     def _convolve(self, projected: Tensor) -> Tensor:
         """What in_proj gives of texts that are S tokens long, `[B, S, 3 E]`, to `[B, S, E]`."""
         before, behind, read = torch.chunk(projected, 3, -1)
-        return behind * convolution(before * read, self.conv1d).mT
+        return behind * convolved(before * read, self.conv1d)
