@@ -347,8 +347,9 @@ def _recurrent_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What stands in the place of attention, or beside it."""
     rows = []
     if gdn := model["gdn"]:
-        heads = f"{counted(gdn['num_value_heads'], 'head')}, keys of {gdn['key_head_dim']}, values of {gdn['value_head_dim']}"
-        rows.append(("Kimi delta attention" if gdn["kda"] else "gated delta nets", heads + _in_layers(gdn["layers"])))
+        sizes = f"keys of {gdn['key_head_dim']}, values of {gdn['value_head_dim']}" + _in_layers(gdn["layers"])
+        name = "Kimi delta attention" if gdn["kda"] else "gated delta nets"
+        rows.append((name, f"{counted(gdn['num_value_heads'], 'head')}, {sizes}"))
     if conv := model["short_conv"]:
         rows.append(("short convolutions", f"of {counted(conv['kernel_dim'], 'token')}" + _in_layers(conv["layers"])))
     if mamba := model["mamba"]:
