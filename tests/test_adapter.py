@@ -19,6 +19,7 @@ import fp8_directories
 import int8_directories
 import pico
 import pytest
+import scoring
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -211,6 +212,20 @@ def test_bits_do_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
     a, b = tensors.values()
     before = load_file(base / "model.safetensors")[name]
     assert torch.equal(at_once, (before.float() + b @ a * 0.25).bfloat16())
+
+
+def test_resume_trains_the_merged_model_and_whoever_forgets_the_base_is_told_so(tmp_path: Path) -> None:
+    """A learning rate of 0 changes nothing."""
+    scoring.save(tmp_path / "base", "llama-3", dtype=torch.bfloat16)
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    (tmp_path / "text.txt").write_text("w1 w2 " * 40)
+    command = ("resume", made, "--precision", "bf16", "--data", tmp_path / "text.txt", "--out", tmp_path / "run")
+    assert "`resume`" in command_line.run(*command).stderr
+    for setting in ("optimizer.lr=0", "train.steps=1", "train.batch_size=1", "data.sequence_length=32"):
+        command += ("--set", setting)
+    assert command_line.run(*command, "--reference", tmp_path / "base").exit_code == 0
+    assert command_line.run("verify", made, tmp_path / "run", "--reference", tmp_path / "base").exit_code == 0
+    assert command_line.run("verify", tmp_path / "base", tmp_path / "run").exit_code == 1
 
 
 def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) -> None:

@@ -119,6 +119,25 @@ def test_experts_and_latents_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "attention", "name", "words"),
+    [
+        ("kimi-linear", "in 1 layer", "Kimi delta attention", "16 heads, keys of 32, values of 32, in 3 layers"),
+        ("olmo-hybrid", "in 1 layer", "gated delta nets", "8 heads, keys of 16, values of 8, in 1 layer"),
+        ("lfm2", "in 1 layer", "short convolutions", "of 3 tokens, in 2 layers"),
+        ("nemotron-h", "in 2 layers", "Mamba-2 mixers", "32 heads of 4, states of 8, in 2 layers"),
+        ("falcon-h1", "4 heads, 2 key-value groups", "Mamba-2 mixers", "32 heads of 4, states of 8"),
+    ],
+)
+def test_what_stands_in_the_place_of_attention_or_beside_it_is_told(
+    tmp_path: Path, family: str, attention: str, name: str, words: str
+) -> None:
+    pico.save(tmp_path, family)
+    summary = dict(tables(describe(open_checkpoint(tmp_path)))[0].rows)
+    assert summary["attention"].endswith(attention)
+    assert summary[name] == words
+
+
+@pytest.mark.parametrize(
     ("spelling", "words"),
     [
         ("fp8-block", "fp8: 14 with a scale for each block of 128 x 128"),

@@ -128,6 +128,14 @@ def test_a_model_whose_attention_has_no_flags_is_left_to_bridge(tmp_path: Path, 
     assert any("the provider of its family" in note for note in launch(folder, "megatron-bridge").notes)
 
 
+def test_a_model_of_bridges_own_modules_is_left_to_its_provider(tmp_path: Path) -> None:
+    """Megatron-Bridge 0.6 has the factors of Falcon-H1, and mixers without a norm (models/falcon_h1)."""
+    folder = converted(tmp_path, "falcon-h1")
+    with pytest.raises(UnknownArchitecture, match="multipliers.*--framework megatron-bridge"):
+        launch(folder, "megatron-lm")
+    assert any("multipliers, mamba.gated_norm: take the provider" in n for n in launch(folder, "megatron-bridge").notes)
+
+
 def test_latents_keep_their_norms(tmp_path: Path) -> None:
     """megatron-core makes MLA's projections with a norm under qk_layernorm alone (gpt_layer_specs.py); a model without
     would load all the same, and be another one."""

@@ -21,6 +21,7 @@ from precisionctl.cli.options import (
     iteration_option,
     json_option,
     megatron_fp8_options,
+    reference_option,
 )
 from precisionctl.errors import GO_ON, one_line
 
@@ -85,9 +86,7 @@ backend_option = click.option(
     multiple=True,
     help="Do not load this part of CHECKPOINT. Can be repeated.",
 )
-@click.option(
-    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for the config and tokenizer."
-)
+@reference_option
 @backend_option
 @click.option(
     "--cold-start", is_flag=True, help="Start FP8 with scale 1 and empty histories, even if CHECKPOINT has FP8 state."

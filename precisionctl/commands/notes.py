@@ -96,7 +96,10 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
                 f"{named}. config.json goes along: `resume` goes by it, and `convert` back."
             )
         else:
-            yield f"Megatron's arguments do not say all of this model (the result / Megatron by them): {named}."
+            yield (
+                "Megatron's arguments do not say all of this model, so a Megatron-Core that trained by them alone "
+                f"trained another one (the result / Megatron by them): {named}."
+            )
     if model.mla and model.norm_epsilon != _MLA_EPSILON:
         yield (
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "

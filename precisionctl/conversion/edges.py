@@ -23,7 +23,7 @@ for the same values. `in reach`: the same, except for values that E4M3 does not 
 down (from 6 * 2^6 to 2^-9). `rounded`: values are rounded once more."""
 
 _IN_WORDS: Mapping[EdgeKind, str] = {
-    "same": "the same codes again, where values and global scales are unchanged",
+    "same": "the same codes again, where values, and global scales if there are any, are unchanged",
     "same values": "codes of the same values, where these are unchanged; of values that have been BF16, neighbouring "
     "codes may be one",
     "exact": "exact: under the scales that they have, all of these are numbers of E4M3",

@@ -268,10 +268,11 @@ def in_scheme(
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         weights = counted(len(refused), "weight has a shape", "weights have shapes")
+        which = f"the first is `{name}`" if len(refused) > 1 else f"`{name}`"
         others = "" if form.scheme in without_blocks else " or ".join(without_blocks)
         others = others and f"--scheme {others}, without blocks, or "
         raise PrecisionError(
-            f"{weights} that the engine refuses, the first is `{name}`: {why}",
+            f"{weights} that the engine refuses, {which}: {why}",
             do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
             "them; or name modules in --exclude, or keep_bf16 of a --recipe.",
         )

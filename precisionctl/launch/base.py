@@ -30,11 +30,12 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 _BRIDGE_FEATURES = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
     *("rotary_base_local", "query_pre_attn_scalar", "pre_layernorms", "qk_layernorm_over_heads", "mtp_dense"),
+    *("logit_multiplier", "multipliers", "mamba.gated_norm"),
 }
 """Fields of ModelShape that Megatron-Core ignores and Megatron-Bridge's own modules compute (models/gemma:
-gemma2_provider.py, gemma3_provider.py; exaone4, exaone/exaone_moe, olmoe, minimax_m2)."""
+gemma2_provider.py, gemma3_provider.py; exaone4, exaone/exaone_moe, olmoe, minimax_m2, falcon_h1)."""
 
-_BRIDGED = ("gemma", "gemma2", "gemma3_text", "exaone4", "exaone_moe", "olmoe", "minimax_m2")
+_BRIDGED = ("gemma", "gemma2", "gemma3_text", "exaone4", "exaone_moe", "olmoe", "minimax_m2", "falcon_h1")
 """Families for which Megatron-Bridge has such modules."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,7 +290,8 @@ def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
     return [
         ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}{ahead}"),
-        ("attention", _attention(model)),
+        ("attention", _attention(model) + _in_layers(_attending(model))),
+        *_recurrent_rows(model),
         *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
     ]
@@ -332,6 +333,34 @@ def _attention(model: Mapping[str, Any]) -> str:
     shared = model["num_kv_shared_layers"]
     shares = f"; the last {counted(shared, 'layer')} read keys and values of earlier ones" if shared else ""
     return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}{shares}"
+
+
+def _attending(model: Mapping[str, Any]) -> list[bool]:
+    """Which layers have attention."""
+    if mamba := model["mamba"]:
+        return [kind in "*P" for kind in mamba["pattern"]]
+    others = [part["layers"] for part in (model["gdn"], model["short_conv"]) if part]
+    return [not any(layers[i] for layers in others) for i in range(model["num_layers"])]
+
+
+def _recurrent_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What stands in the place of attention, or beside it."""
+    rows = []
+    if gdn := model["gdn"]:
+        sizes = f"keys of {gdn['key_head_dim']}, values of {gdn['value_head_dim']}" + _in_layers(gdn["layers"])
+        name = "Kimi delta attention" if gdn["kda"] else "gated delta nets"
+        rows.append((name, f"{counted(gdn['num_value_heads'], 'head')}, {sizes}"))
+    if conv := model["short_conv"]:
+        rows.append(("short convolutions", f"of {counted(conv['kernel_dim'], 'token')}" + _in_layers(conv["layers"])))
+    if mamba := model["mamba"]:
+        heads = f"{counted(mamba['num_heads'], 'head')} of {mamba['head_dim']}, states of {mamba['state_dim']}"
+        rows.append(("Mamba-2 mixers", heads + _in_layers([kind in "MP" for kind in mamba["pattern"]])))
+    return rows
+
+
+def _in_layers(layers: Sequence[bool]) -> str:
+    """In how many layers, where not in all."""
+    return "" if all(layers) else f", in {counted(sum(layers), 'layer')}"
 
 
 def _experts(moe: Mapping[str, Any]) -> str:
