@@ -109,6 +109,10 @@ def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> No
         theirs, ours = (tree(tmp_path / f"{name} {to}") for name in ("hf", "weights"))
         assert theirs.keys() == ours.keys()
         assert all(theirs[file] == ours[file] for file in theirs if "manifest" not in file)
+    said = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**said, "num_attention_heads": "four"}))
+    with pytest.raises(DamagedCheckpoint, match="num_attention_heads is 'four'.*other/config.json"):
+        run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
 
 
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -430,6 +430,30 @@ def test_norms_that_only_megatron_stores_less_one_become_whole(tmp_path: Path) -
     assert_same(back, values(reader))
 
 
+OF_MIXERS = (".mixer.norm.weight", ".mamba_mixer.norm.weight")
+"""Norms of Mamba-2 mixers, which Megatron-Core stores whole in any case (ssm/mamba_mixer.py)."""
+
+
+def _is_whole(model: ModelShape) -> bool:
+    return not (model.zero_centered_gamma or model.hf_zero_centered_gamma or model.dsa)
+
+
+WHOLE = [family for family in ALL if _is_whole(pico.shape(family))]
+
+
+@pytest.mark.parametrize("family", pico.representing(pico.rows, WHOLE))
+def test_all_norms_of_a_family_may_be_stored_less_one(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path, family)
+    reader = HuggingFaceReader(tmp_path)
+    megatron = to_megatron(reader)
+    centered = dataclasses.replace(megatron.model, zero_centered_gamma=True)
+    shifted = {
+        name: values - 1 if "norm" in name and name.endswith("weight") and not name.endswith(OF_MIXERS) else values
+        for name, values in megatron.tensors.items()
+    }
+    torch.testing.assert_close(dict(to_hf(InMemory(centered, "megatron", shifted)).tensors), values(reader))
+
+
 @pytest.mark.parametrize(
     ("family", "parallelism", "message"),
     [

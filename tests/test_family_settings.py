@@ -59,6 +59,11 @@ REFUSED = [
     ("falcon-40b", "num_ln_in_parallel_attn", 3),
     ("gpt-bigcode", "scale_attn_weights", False),
     ("minicpm3", "attention_bias", True),
+    # null is off in transformers
+    ("falcon", "parallel_attn", None),
+    ("falcon-h1", "mamba_conv_bias", None),
+    ("deepseek-v3", "norm_topk_prob", None),
+    ("deepseek-v3", "rope_interleave", None),
 ]
 
 

@@ -167,6 +167,13 @@ def test_an_indexer_whose_scores_may_be_negative_is_refused():
         from_megatron_args(args | {"dsa_indexer_scoring_relu": False}, 64, "args")
 
 
+@pytest.mark.parametrize("name", ["layernorm_zero_centered_gamma", "apply_layernorm_1p"])
+def test_an_indexer_whose_norm_may_be_stored_less_one_is_refused(name: str) -> None:
+    args = to_megatron_args(from_hf_config(make("deepseek-v3.2").config.to_dict()))
+    with pytest.raises(UnknownArchitecture, match=f"{name}=True"):
+        from_megatron_args(args | {name: True}, 64, "args")
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

@@ -97,7 +97,8 @@ class Always:
 
 @dataclass(frozen=True)
 class Only:
-    """A key that could say otherwise: what the table was made for is `value`, which is also the default.
+    """A key that could say otherwise: what the table was made for is `value`, which is also the default. So is null,
+    unless it stands where a switch is to be on.
 
     `field` of ModelShape has `means` then. `absent` is what the family's class takes for a key that is not there, where
     that is another value.
@@ -115,7 +116,8 @@ class Only:
 
     def read(self, config: Config, where: object) -> Fields:
         found = config.get(self.key, self.absent)
-        if found is not None and found != self.value:
+        null_is_off = self.value is True and self.key in config
+        if found != self.value and (found is not None or null_is_off):
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has {self.key}={shown(found)}",
                 where=where,

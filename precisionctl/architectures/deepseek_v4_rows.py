@@ -13,7 +13,7 @@ from typing import Literal
 from precisionctl.architectures.llama_rows import PREDICTION_LAYER
 from precisionctl.architectures.moe_rows import FUSED, experts
 from precisionctl.architectures.param_map import COMPRESSED, Either, Row, renamed, when
-from precisionctl.architectures.rearrangements import GATE_UP, SCALAR, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, SCALAR, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 from precisionctl.sparse_parts import CSA
 
@@ -29,7 +29,7 @@ def _compressor(of: str, layers: Literal["sparse", "heavy"], rows: str, head: st
         Row(f"{hf}ape", f"{megatron}ape", (tokens, rows), layers=layers, keeps_dtype=True),
         Row(f"{hf}wkv.weight", f"{megatron}linear_wkv.weight", (rows, "hidden_size"), layers=layers),
         Row(f"{hf}wgate.weight", f"{megatron}linear_wgate.weight", (rows, "hidden_size"), layers=layers),
-        Row(f"{hf}norm.weight", f"{megatron}norm.weight", (head,), layers=layers),
+        Row(f"{hf}norm.weight", f"{megatron}norm.weight", (head,), GAMMA, layers=layers),
     )
 
 
@@ -48,14 +48,14 @@ def _hyper_connection(of: str, megatron: str) -> tuple[Row, ...]:
 
 _LAYER = (
     *_hyper_connection("attn", "self_attention"),
-    Row(f"{_HF}attn_norm.weight", f"{_MEGATRON}input_layernorm.weight", ("hidden_size",)),
+    Row(f"{_HF}attn_norm.weight", f"{_MEGATRON}input_layernorm.weight", ("hidden_size",), GAMMA),
     Row(
         f"{_HF}attn.wq_a.weight",
         f"{_ATTENTION}linear_q_down_proj.weight",
         ("csa.q_lora_rank", "hidden_size"),
         gemm=True,
     ),
-    Row(f"{_HF}attn.q_norm.weight", f"{_ATTENTION}q_layernorm.weight", ("csa.q_lora_rank",)),
+    Row(f"{_HF}attn.q_norm.weight", f"{_ATTENTION}q_layernorm.weight", ("csa.q_lora_rank",), GAMMA),
     Row(
         f"{_HF}attn.wq_b.weight",
         f"{_ATTENTION}linear_q_up_proj.weight",
@@ -64,7 +64,7 @@ _LAYER = (
         gemm=True,
     ),
     Row(f"{_HF}attn.wkv.weight", f"{_ATTENTION}linear_kv_proj.weight", ("kv_channels", "hidden_size"), gemm=True),
-    Row(f"{_HF}attn.kv_norm.weight", f"{_ATTENTION}kv_layernorm.weight", ("kv_channels",)),
+    Row(f"{_HF}attn.kv_norm.weight", f"{_ATTENTION}kv_layernorm.weight", ("kv_channels",), GAMMA),
     Row(f"{_HF}attn.attn_sink", f"{_CORE}attn_sink", ("num_attention_heads",), parallel=ROWS, keeps_dtype=True),
     Row(
         f"{_HF}attn.wo_a.weight",
@@ -80,7 +80,7 @@ _LAYER = (
         gemm=True,
     ),
     *_hyper_connection("ffn", "mlp"),
-    Row(f"{_HF}ffn_norm.weight", f"{_MEGATRON}pre_mlp_layernorm.weight", ("hidden_size",)),
+    Row(f"{_HF}ffn_norm.weight", f"{_MEGATRON}pre_mlp_layernorm.weight", ("hidden_size",), GAMMA),
     Row(f"{_HF}ffn.gate.weight", f"{_MEGATRON}mlp.router.weight", ("moe.num_experts", "hidden_size")),
     Row(
         f"{_HF}ffn.gate.bias",
@@ -150,7 +150,7 @@ _DECODER = (
     ),
     *_head("", "decoder."),
 )
-_FINAL_NORM = Row("norm.weight", "decoder.final_layernorm.weight", ("hidden_size",))
+_FINAL_NORM = Row("norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA)
 _OUTPUT = Row(
     "head.weight",
     "output_layer.weight",
@@ -194,7 +194,7 @@ _IN_MEMORY = {
 
 _PREDICTION = (
     *(
-        Row(f"mtp.{{mtp}}.{hf}.weight", f"mtp.layers.{{mtp}}.{megatron}.weight", ("hidden_size",))
+        Row(f"mtp.{{mtp}}.{hf}.weight", f"mtp.layers.{{mtp}}.{megatron}.weight", ("hidden_size",), GAMMA)
         for hf, megatron in {"enorm": "enorm", "hnorm": "hnorm", "norm": "final_layernorm"}.items()
     ),
     *(

@@ -20,7 +20,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
-from precisionctl.architectures.rearrangements import QKV, SAME, Joined, Transposed
+from precisionctl.architectures.rearrangements import GAMMA, QKV, SAME, Joined, Transposed
 from precisionctl.architectures.rearrangements import VOCABULARY as PADDED
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
@@ -42,6 +42,7 @@ PARAMETERS = (
         "transformer.h.{layer}.ln_1.weight",
         "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
         ("hidden_size",),
+        GAMMA,
     ),
     Row(
         "transformer.h.{layer}.ln_1.bias",
@@ -80,6 +81,7 @@ PARAMETERS = (
         "transformer.h.{layer}.ln_2.weight",
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
         ("hidden_size",),
+        GAMMA,
     ),
     Row(
         "transformer.h.{layer}.ln_2.bias",
@@ -113,7 +115,7 @@ PARAMETERS = (
         "decoder.layers.{layer}.mlp.linear_fc2.bias",
         ("hidden_size",),
     ),
-    Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
+    Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
     Row("transformer.ln_f.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
 )
 

@@ -21,7 +21,7 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.gpt2 import PARAMETERS, SIZES
 from precisionctl.architectures.llama_rows import OUTPUT
 from precisionctl.architectures.param_map import Alias, Architecture
-from precisionctl.architectures.rearrangements import SAME, VOCABULARY
+from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.model_shape import ModelShape
 
 
@@ -36,7 +36,7 @@ def _write_groups(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"gpt_bigcode": "GPTBigCodeForCausalLM"},
     rows=(
-        *(row if row.rearrangement is VOCABULARY else replace(row, rearrangement=SAME) for row in PARAMETERS),
+        *(row if row.rearrangement in (VOCABULARY, GAMMA) else replace(row, rearrangement=SAME) for row in PARAMETERS),
         *OUTPUT,
     ),
     config=(

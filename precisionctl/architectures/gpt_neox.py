@@ -19,6 +19,7 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, PROJ_BIAS, QKV_BIASES
 from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
@@ -48,6 +49,7 @@ ARCHITECTURE = Architecture(
             "gpt_neox.layers.{layer}.input_layernorm.weight",
             "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
             ("hidden_size",),
+            GAMMA,
         ),
         Row(
             "gpt_neox.layers.{layer}.input_layernorm.bias",
@@ -85,6 +87,7 @@ ARCHITECTURE = Architecture(
             "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
             "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
             ("hidden_size",),
+            GAMMA,
         ),
         Row(
             "gpt_neox.layers.{layer}.post_attention_layernorm.bias",
@@ -116,7 +119,7 @@ ARCHITECTURE = Architecture(
             "decoder.layers.{layer}.mlp.linear_fc2.bias",
             ("hidden_size",),
         ),
-        Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
+        Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
         Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
         Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, in_memory=True),
     ),

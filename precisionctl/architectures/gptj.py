@@ -8,7 +8,7 @@ from precisionctl.architectures.config_keys import Always, Config, Fields, Rule,
 from precisionctl.architectures.gpt2 import SIZES
 from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, OUTPUT_BIAS, PROJ_BIAS, QKV_BIASES
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rearrangements import QKV
+from precisionctl.architectures.rearrangements import GAMMA, QKV
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 
@@ -33,6 +33,7 @@ ARCHITECTURE = Architecture(
             "transformer.h.{layer}.ln_1.weight",
             "decoder.layers.{layer}.input_layernorm.weight",
             ("hidden_size",),
+            GAMMA,
         ),
         Row(
             "transformer.h.{layer}.ln_1.bias",
@@ -101,7 +102,7 @@ ARCHITECTURE = Architecture(
             "decoder.layers.{layer}.mlp.linear_fc2.bias",
             ("hidden_size",),
         ),
-        Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
+        Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
         Row("transformer.ln_f.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
         *OUTPUT,
         *OUTPUT_BIAS,

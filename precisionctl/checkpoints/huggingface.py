@@ -67,14 +67,15 @@ class HuggingFaceReader:
 
     layout: Layout = "hf"
 
-    def __init__(self, path: Path, companions: Companions | None = None) -> None:
-        """`companions` in place of its own; config.json is its own if it has one."""
+    def __init__(self, path: Path, companions: Companions | None = None, reference: Path | None = None) -> None:
+        """`companions`, of the directory `reference`, in place of its own; config.json is its own if it has one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
         self.companions = companions or self.own_companions
         own = has_file(path / "config.json", path)
-        config = _load_json(path / "config.json") if own else parse_json(self.companions.files["config.json"], path)
+        where = (path if own else reference or path) / "config.json"
+        config = _load_json(where) if own else parse_json(self.companions.files["config.json"], where)
         self.config = _with_quantization(config, path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
@@ -82,7 +83,7 @@ class HuggingFaceReader:
             raise DamagedCheckpoint(
                 f"with `transformers_weights`, transformers reads {shown(chosen)}, "
                 f"and engines read {self._file_format.single}",
-                where=self.path / "config.json",
+                where=where,
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
         if self._file_format is not SAFETENSORS and quant_method_of(self.config) == "torchao":
@@ -95,8 +96,8 @@ class HuggingFaceReader:
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         if not self.config.get("quantization_config") and (beside := _codes_beside(path, stored)):
             self.config |= {"quantization_config": beside}
-        self.decoded = decoded_weights(self.config, StoredTensors(places), path / "config.json")
-        coded = {} if self.decoded else coded_weights(self.config, stored, path / "config.json")
+        self.decoded = decoded_weights(self.config, StoredTensors(places), where)
+        coded = {} if self.decoded else coded_weights(self.config, stored, where)
         for name, weight in coded.items():  # packed codes, under the name that the weight has
             file, tensor = places.pop(weight.codes)
             places[name] = file, replace(tensor, spec=weight.spec)
@@ -109,7 +110,7 @@ class HuggingFaceReader:
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
         if self.decoded:
             self.specs |= self.decoded.specs
-        self.model: ModelShape = read_model(self.config, path / "config.json", self.specs)
+        self.model: ModelShape = read_model(self.config, where, self.specs)
         if self.decoded and self.model.architecture == "gpt2":
             what = f"codes of {self.decoded.method} for GPT-2, whose linears are transposed themselves, are not read"
             raise PrecisionError(what, where=path, do="Let the tool that made them decode them.")
@@ -271,7 +272,8 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    return HuggingFaceReader(path, hints.companions and needed(hints, read_companions(path)).companions)
+    companions = hints.companions and needed(hints, read_companions(path)).companions
+    return HuggingFaceReader(path, companions, hints.reference)
 
 
 CONTAINER = Container(
