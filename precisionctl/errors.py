@@ -219,9 +219,13 @@ def most_alike(name: str, known: Iterable[str], alike: float = 0.6) -> str | Non
 
     Only names of a length that allows it are compared, as difflib takes seconds for a name of megabytes.
     """
-    shortest = len(name) * alike / (2 - alike)
-    long_enough = [each for each in known if len(each) >= shortest]
-    near = difflib.get_close_matches(name, long_enough, n=1, cutoff=alike) if long_enough else []
+
+    def may_be(other: str) -> bool:
+        letters = len(name) + len(other)
+        return not letters or 2.0 * min(len(name), len(other)) / letters >= alike  # in difflib's own arithmetic
+
+    possible = [each for each in known if may_be(each)]
+    near = difflib.get_close_matches(name, possible, n=1, cutoff=alike) if possible else []
     return near[0] if near else None
 
 

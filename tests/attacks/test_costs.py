@@ -13,7 +13,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pickle_bombs import MODULUS
 from safetensors.torch import save_file
@@ -99,6 +99,7 @@ def test_names_of_megabytes_are_not_compared_with_those_that_are_known(
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", max_size=12)), st.sampled_from((0.6, 0.7, 0.8)))
+@example("aaaaaaa", ["aaa"], 0.6)  # as alike as 0.6 is in floating point, and no less
 def test_no_name_that_is_alike_is_left_out_for_its_length(name: str, known: list[str], alike: float) -> None:
     assert most_alike(name, known, alike) == next(iter(get_close_matches(name, known, 1, alike)), None)
 
