@@ -18,10 +18,10 @@ from precisionctl.architectures.config_keys import (
     Synonyms,
     activation,
     is_on,
-    layers,
     size,
     tied,
 )
+from precisionctl.architectures.gpt2 import sizes
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     ATTENTION_NORM_BIAS,
@@ -75,27 +75,6 @@ _TWO_NORMS = tuple(
 )
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
-    heads, hidden = size(config, "num_attention_heads", where), size(config, "hidden_size", where)
-    inner = config.get("ffn_hidden_size")
-    return {
-        "num_layers": layers(config, where),
-        "hidden_size": hidden,
-        "ffn_hidden_size": 4 * hidden if inner is None else inner,
-        "num_attention_heads": heads,
-        "kv_channels": hidden // heads,
-    }
-
-
-def _write_sizes(model: ModelShape) -> Config:
-    return {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-    }
-
-
 def _read_decoder(config: Config, where: object) -> Fields:
     heads = size(config, "num_attention_heads", where)
     norms = config.get("num_ln_in_parallel_attn")
@@ -142,7 +121,7 @@ ARCHITECTURE = Architecture(
         _NAMES,
     ),
     config=(
-        Rule(("num_hidden_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), _read_sizes, _write_sizes),
+        sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
         Synonyms({"n_embed": "hidden_size"}),
         Key("max_position_embeddings", "max_position_embeddings", 2048),
         VOCABULARY,

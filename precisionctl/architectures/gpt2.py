@@ -120,29 +120,34 @@ PARAMETERS = (
 )
 
 
-def _read_sizes(config: Config, where: object) -> Fields:
-    heads, hidden = size(config, "n_head", where), size(config, "n_embd", where)
-    return {
-        "num_layers": layers(config, where, "n_layer"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": 4 * hidden if config.get("n_inner") is None else config["n_inner"],
-        "num_attention_heads": heads,
-        "num_query_groups": heads,
-        "kv_channels": hidden // heads,
-    }
+def sizes(number: str, hidden: str, heads: str, inner: str) -> Rule:
+    """The keys of layers, channels, heads, each with a key of its own, and an MLP's channels: four times as many where
+    null stands for them."""
 
+    def read(config: Config, where: object) -> Fields:
+        count, channels = size(config, heads, where), size(config, hidden, where)
+        return {
+            "num_layers": layers(config, where, number),
+            "hidden_size": channels,
+            "ffn_hidden_size": 4 * channels if config.get(inner) is None else config[inner],
+            "num_attention_heads": count,
+            "num_query_groups": count,
+            "kv_channels": channels // count,
+        }
 
-def _write_sizes(model: ModelShape) -> Config:
-    return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_inner": model.ffn_hidden_size,
-        "n_head": model.num_attention_heads,
-    }
+    def write(model: ModelShape) -> Config:
+        return {
+            number: model.num_layers,
+            hidden: model.hidden_size,
+            inner: model.ffn_hidden_size,
+            heads: model.num_attention_heads,
+        }
+
+    return Rule((number, hidden, heads, inner), read, write)
 
 
 SIZES = (
-    Rule(("n_layer", "n_embd", "n_head", "n_inner"), _read_sizes, _write_sizes),
+    sizes("n_layer", "n_embd", "n_head", "n_inner"),
     Key("max_position_embeddings", "n_positions"),
     Synonyms(
         {

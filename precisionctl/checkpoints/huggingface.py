@@ -11,7 +11,7 @@ from typing import Any
 from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
-from precisionctl.checkpoints.base import Companions, Container, Hints
+from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
@@ -67,14 +67,14 @@ class HuggingFaceReader:
 
     layout: Layout = "hf"
 
-    def __init__(self, path: Path, companions: Companions | None = None, reference: Path | None = None) -> None:
-        """`companions`, of the directory `reference`, in place of its own; config.json is its own if it has one."""
+    def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
+        """Companions are those of a reference where they are `needed`; config.json is its own if it has one."""
         self.path = path
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
-        self.companions = companions or self.own_companions
+        self.companions = needed(hints, self.own_companions).companions or self.own_companions
         own = has_file(path / "config.json", path)
-        where = (path if own else reference or path) / "config.json"
+        where = (path if own else hints.reference or path) / "config.json"
         config = _load_json(where) if own else parse_json(self.companions.files["config.json"], where)
         self.config = _with_quantization(config, path)
         # Where config.json names another file to transformers, that and engines would read two models
@@ -272,8 +272,7 @@ def config_of_values(
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
-    companions = hints.companions and needed(hints, read_companions(path)).companions
-    return HuggingFaceReader(path, companions, hints.reference)
+    return HuggingFaceReader(path, hints)
 
 
 CONTAINER = Container(
