@@ -156,7 +156,7 @@ ARCHITECTURE = Architecture(
         *_either(EMBEDDING),
         *SEPARATE_NORM,
         *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
-        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), in_memory=True),
+        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
         *_either(_ATTENTION, dense=True),
         *MLP_NORM,
         *MLP,

@@ -95,7 +95,7 @@ ARCHITECTURE = Architecture(
         *MLP_NORM,
         Either(MLP, renamed(MLP, _SPARSE)),
         *MOE_NORM,
-        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), in_memory=True),
+        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), second_is="in memory"),
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),

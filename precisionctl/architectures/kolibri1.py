@@ -35,7 +35,7 @@ _OWN_NAMES = Either(
         *renamed(POST_MOE_NORM, {"post_feedforward": "post_mlp"}),
         *EXPERT_BIAS,
     ),
-    in_memory=True,
+    second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(

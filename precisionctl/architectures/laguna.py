@@ -58,7 +58,7 @@ _PUBLISHED = {
     "shared_experts": "shared_expert",
 }
 _BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
-_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, in_memory=True))
+_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
 
 _EXPERTS = experts_by_list(dense=1)
 

@@ -30,7 +30,7 @@ ARCHITECTURE = Architecture(
     rows=rows(
         *renamed(MOE_NORM, NAMES),
         *renamed((*ROUTER, *EXPERT_BIAS), _BLOCK),
-        Either(_NUMBERED, renamed(FUSED, _BLOCK), in_memory=True),
+        Either(_NUMBERED, renamed(FUSED, _BLOCK), second_is="in memory"),
     ),
     config=(
         *COMMON,

@@ -58,7 +58,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": _SHARE},
 }
 
-_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, in_memory=True)
+_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, second_is="in memory")
 _ATTENTION: tuple[Row | Either, ...] = (
     *ATTENTION_NORM,
     *only_in("windowed", QKV_LINEAR),

@@ -90,7 +90,7 @@ _NUMBERED = experts(
 
 
 def _either(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
-    return Either(in_memory, published, only_read=True, for_engines=True)
+    return Either(in_memory, published, only_read=True, second_is="for engines")
 
 
 _ROWS = model_rows(

@@ -48,7 +48,7 @@ EXPERTS = Either(
         ),
     ),
     (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
-    in_memory=True,
+    second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(

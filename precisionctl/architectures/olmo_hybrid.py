@@ -57,7 +57,7 @@ def _spelled(row: Row) -> Row | Either:
     if row.hf == ("model.layers.{layer}.linear_attn.conv1d.weight",):
         apart = tuple(row.hf[0].replace("conv1d", f"{part}_conv1d") for part in "qkv")
         published, saved = (replace(row, names=apart, rearrangement=by) for by in (DELTA_NET_CONV, THIRDS))
-        return Either((published,), (row,), also=(saved,), only_read=True, in_memory=True)
+        return Either((published,), (row,), also=(saved,), only_read=True, second_is="in memory")
     saved = row.renamed(_SAVED)
     return row if saved == row else Either((row,), (saved,), only_read=True)
 

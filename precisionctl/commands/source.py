@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from precisionctl.architectures.families import read_model
+from precisionctl.architectures.param_map import Naming
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
@@ -104,10 +105,8 @@ def open_source(request: Request) -> Source:
         dtype=_dtype_of_values(request, reader),
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)),
-        wanted=encodings.weights if encodings and request.for_inference else (),
-        state_dict=request.is_state_dict,
-        for_engine=engine is not None and not engine.loads_own_classes,
+        naming=_naming(request, reader, engine),
+        codes=encodings.weights if encodings and request.for_inference else (),
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
@@ -117,6 +116,18 @@ def open_source(request: Request) -> Source:
     if encodings and request.for_inference:
         check_model(encodings, plan)
     return Source(reader, plan, encodings, known, trained, engine)
+
+
+def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
+    """Whose names the result has: those of a Hugging Face directory stay, those of another trainer's checkpoint are
+    what the model's class has in memory, and not what it saves."""
+    if request.is_state_dict:
+        return "in memory"
+    if engine and not engine.loads_own_classes:
+        return "for engines"
+    if request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)):
+        return "as saved"
+    return "as stored"
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
