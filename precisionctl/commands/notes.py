@@ -17,7 +17,6 @@ from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.saved_states import SavedStatesReader
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
@@ -142,7 +141,7 @@ def unread_notes(reader: Reader) -> Iterator[str]:
         )
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Not carried over from the run: {counted(len(reader.left), 'tensor')} of its optimizer and other state."
-    if isinstance(reader, SavedStatesReader | DcpModelReader | HuggingFaceReader) and reader.unread:
+    if of_trainer(reader) and reader.unread:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unread}."
     if isinstance(reader, HuggingFaceReader) and (step := directory_of(reader.path)):
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: give {step.name} inside to take them along."

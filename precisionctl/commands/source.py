@@ -18,7 +18,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
-from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
+from precisionctl.conversion.known_state import KnownState, known_state
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError
@@ -67,9 +68,16 @@ class Source:
         return self.encodings if self.reader.encodings else None
 
     @cached_property
+    def of_weights(self) -> str:
+        """The digest of the weights."""
+        return self.known.of_weights or digest_weights(self.reader)
+
+    @property
     def fixed_scales(self) -> WeightEncodings | None:
-        """The encodings whose fixed scales of inputs and caches are still valid, if they are."""
-        return self.encodings if self.encodings and fixed_scales_hold(self.reader, self.encodings) else None
+        """The encodings if their fixed scales of inputs and caches are still valid: the weights are the codes that they
+        came with, or the values that these decode to."""
+        encodings = self.encodings
+        return encodings if encodings and (self.encodings_now or encodings.of_weights == self.of_weights) else None
 
 
 def open_source(request: Request) -> Source:
@@ -110,7 +118,14 @@ def open_source(request: Request) -> Source:
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
+    known = known_state(
+        reader,
+        plan.gemms,
+        request.fp8_state,
+        request.state_recipe,
+        drop=request.drop_fp8_state,
+        of_weights=encodings.of_weights if encodings and reader.encodings else None,
+    )
     if request.include or request.exclude:  # what was recorded is of all that a recipe computes in FP8
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:

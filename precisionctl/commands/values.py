@@ -22,7 +22,6 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.known_state import NOT_KNOWN
-from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
@@ -116,5 +115,5 @@ def _live_state(
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)
     elif state is None:
-        states = replace(states, of_weights=digest_weights(reader))
+        states = replace(states, of_weights=source.of_weights)
     return states, [*state_notes(change)]
