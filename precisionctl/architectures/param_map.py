@@ -133,6 +133,11 @@ class Row:
         return "{expert}" in self.megatron
 
     @property
+    def may_be_codes(self) -> bool:
+        """Whether exports make codes of the weight, if the precision and the engine let them."""
+        return self.gemm or self.only_exported
+
+    @property
     def of_prediction(self) -> bool:
         """Whether this is part of a layer of multi-token prediction, which nothing here computes."""
         return "{mtp}" in self.megatron

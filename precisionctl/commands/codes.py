@@ -32,6 +32,7 @@ from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CHANNEL, FIXED_INPUTS, FOUR_BITS, TENSOR, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
@@ -58,21 +59,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     """
     reader, known, model = source.reader, source.known, source.plan.model
     precision = request.numerics(model)
-    scheme, why, notes = request.scheme, "", []
-    if request.target is None:
-        untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
-        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
-    if scheme is None:
-        scheme, why = best_scheme(
-            engine,
-            source.plan,
-            precision,
-            source.states,
-            source.encodings,
-            known.why_none,
-            are_codes=bool(reader.encodings),
-        )
-        notes.append(f"Scheme {scheme}: {why}.")
+    scheme, why = _scheme(request, source, engine, precision)
+    notes = [f"Scheme {scheme}: {why}."] if why else []
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
     if scheme in FIXED_INPUTS:
@@ -133,6 +121,24 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _scheme(request: Request, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
+    """The scheme, and why it was chosen, if it was not asked for."""
+    if request.target is None:
+        untrained = isinstance(source.plan.model, UntabledModel) and not source.states  # nor could a command record any
+        return _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"], ""
+    if request.scheme:
+        return request.scheme, ""
+    return best_scheme(
+        engine,
+        source.plan,
+        precision,
+        source.states,
+        source.encodings,
+        source.known.why_none,
+        are_codes=bool(source.reader.encodings),
+    )
 
 
 def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:
