@@ -17,12 +17,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     is_on,
     layers,
-    listed_layers,
     size,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.kda_keys import common, sparse_layers

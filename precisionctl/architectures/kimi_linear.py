@@ -15,10 +15,9 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     layers,
-    listed_layers,
-    numbered_layers,
     size,
 )
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
 from precisionctl.architectures.delta_net_keys import KINDS
 from precisionctl.architectures.kda_keys import common, sparse_layers

@@ -12,10 +12,10 @@ from precisionctl.architectures.config_keys import (
     Always,
     Key,
     Only,
-    all_but_every,
     heads,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every
 from precisionctl.architectures.exaone4 import windows
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows

@@ -19,12 +19,10 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    by_kind,
-    layer_types,
-    layers_in_window,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
 from precisionctl.architectures.deepseek_keys import SIGMOID, experts_by_list, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.gpt_oss import SINKS

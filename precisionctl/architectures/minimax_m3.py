@@ -23,10 +23,10 @@ from precisionctl.architectures.config_keys import (
     count,
     heads,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     DOWN,

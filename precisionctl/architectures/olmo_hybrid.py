@@ -21,12 +21,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.delta_net_rows import delta_net
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
