@@ -15,11 +15,11 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     known_state_notes,
     rounded_notes,
-    source_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError

@@ -10,17 +10,16 @@ from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
-    decoded_base_notes,
     decoded_notes,
     known_state_notes,
     payload_notes,
-    source_notes,
     stage_notes,
     state_notes,
     tower_notes,
 )
 from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
