@@ -13,6 +13,7 @@ from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
@@ -55,7 +56,7 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
     if to == "megatron" and table.names_by != "Megatron-Core":
         yield _NAMES[table.names_by]
     if to == "megatron" or of_megatron(reader):
-        yield from _other_arithmetic(model, to)
+        yield from _other_arithmetic(reader, model, to)
     if of_megatron(reader) and model.dsa and (epsilon := indexer_norm_epsilon(reader.args)) != INDEXER_NORM_EPSILON:
         yield (
             f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
@@ -70,9 +71,10 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
             )
 
 
-def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
+def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator[str]:
     """Notes on what Megatron-Core and transformers compute differently for the model."""
-    if other := otherwise_in_megatron(model):
+    ours = of_megatron(reader) and (reader.path / RUN_FILE).is_file()  # what `resume` trained, it trained as the model
+    if (other := otherwise_in_megatron(model)) and not (ours and to == "hf"):
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":
             yield (
