@@ -123,7 +123,7 @@ def test_what_a_config_says_of_int8_decides_which_scheme_an_engine_has(
     [
         ("w8a8", {"sglang", "transformers"}),
         ("w8a8-static", {"vllm", "sglang", "transformers"}),
-        ("w8a16", {"transformers"}),
+        ("w8a16", set()),
     ],
 )
 def test_of_experts_in_int8_engines_load_less(tmp_path: Path, spelling: str, refusing: set[str]) -> None:
