@@ -52,28 +52,34 @@ def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, lis
     return found
 
 
-_NUMBER = re.compile(r"\d+")
-
-
 def joined(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
     """The weights that become a part of another tensor, or several tensors; of those whose names differ in numbers
     alone the first. Without those whose result is a linear that has scales of its own, as one made of `codes` has.
     Raises as `_of_parts`.
 
     With these, and no others, transformers looks for scales (5.23, quantizers/base.py update_weight_conversions)."""
-    parts, alike = _of_parts(config), dict[str, str]()
-    for name in weights:
-        alike.setdefault(_NUMBER.sub("0", name), name)
-    coded = {_NUMBER.sub("0", name).removesuffix(".weight") for name in codes}
+    root, parts = _of_root(config), _of_parts(config)
+    coded = (name.removesuffix(".weight") for name in _unlike(codes))
     scaled = "\n".join(f"{name}.weight" for names in renamed(config, coded).values() for name in names)
-    for name in alike.values():
+    for name in _unlike(weights):
         inner = ((table, name.removeprefix(prefix)) for table in parts for prefix in _prefixes(name))
-        for converter in (_converter(table, each) for table, each in [(_of_root(config), name), *inner]):
+        for converter in (_converter(table, each) for table, each in [(root, name), *inner]):
             if converter is None or not all(each.endswith(".weight") for each in converter.source_patterns):
                 continue
             if not re.search(f"{converter.target_patterns[0]}$", scaled, re.MULTILINE):
                 yield name
                 break
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _unlike(names: Iterable[str]) -> Iterable[str]:
+    """Of names that differ in numbers alone, as those of layers and experts, the first."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("0", name), name)
+    return found.values()
 
 
 def _converter(table: list[Any], name: str) -> Any:
