@@ -73,6 +73,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             where=found[0].where,
             do="Choose another --tp, or leave --expert-parallel out.",
         )
+    config = _config_of(reader, model)
     policy = in_scheme(
         source.plan,
         source.states,
@@ -84,16 +85,24 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         ],
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
-        kept=partial(engine.kept, _config_of(reader, model), form.method.name, tied=isinstance(model, UntabledModel)),
+        kept=partial(engine.kept, config, form.method.name, tied=isinstance(model, UntabledModel)),
     )
-    if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
+    coded = dict.fromkeys(name for job in policy.jobs for name in job.writes)
+    joins = partial(engine.check_joined, config, form.method, form.spelling.config(scheme, ()))
+    if found := engine.check_experts(coded, form.method.name, scheme):
+        another, in_bf16 = "Choose another scheme (`export-inference --scheme`)", "--exclude '*.experts.*'"
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Choose another scheme (`export-inference --scheme`), or leave the experts in BF16: "
-            "--exclude '*.experts.*'.",
+            do=f"{another}." if joins(source.plan.targets) else f"{another}, or leave the experts in BF16: {in_bf16}.",
         )
-    coded = {name for job in policy.jobs for name in job.writes}
+    codes = {name: form.spelling.codes(source.plan.targets[name], scheme) for name in coded}
+    if found := joins({**source.plan.targets, **codes}):
+        raise PrecisionError(
+            f"{engine.title} loses tensors that it joins with others as it loads them: {found[0].what}",
+            where=found[0].where,
+            do="Choose --scheme static or dynamic, or another engine (--target).",
+        )
     values = (name for name in source.plan.targets if name not in coded)
     _check_blocks(engine, model.architecture, scheme, values)
     if policy.inputs is not None:
