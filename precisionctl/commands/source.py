@@ -197,9 +197,11 @@ def open_hinted(
         try:
             _ = reader.model
         except DamagedCheckpoint as error:
-            raise RecipeError(
-                f"the reference is of another model: {error.what}", where=reference, do="Give another one."
-            ) from error
+            what = f"the reference is of another model: {error.what}"
+            do = (
+                "Give another one. Or does the checkpoint store other arguments than it trained by? Then save it again."
+            )
+            raise RecipeError(what, where=reference, do=do if of_megatron(reader) else "Give another one.") from error
     return reader
 
 

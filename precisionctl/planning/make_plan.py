@@ -198,7 +198,7 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanS
 
 def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSource) -> str:
     """What to do about names that no row of the table maps, beside those that are `mapped`."""
-    config = "config.json" if source.layout == "hf" else "the checkpoint's config"
+    config = "config.json" if source.layout == "hf" else "Megatron's arguments"
     last: dict[str, int] = {}
     for layers, number in filter(None, map(_layer, mapped)):
         last[layers] = max(number, last.get(layers, 0))
@@ -207,11 +207,11 @@ def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSour
         says = counted(last[later[0]] + 1, f"layer `{later[0]}*`", f"layers `{later[0]}*`")
         are = counted(len(later), "tensor is", "tensors are")
         return (
-            f"Nothing is dropped in silence: {config} says {says}, and {are} of later ones, so it is of another model, "
-            "or says too few layers."
+            f"Nothing is dropped in silence: by {config} there are {says}, and {are} of later ones. Is that another "
+            "model, or too few layers of this one?"
         )
     return (
-        f"Nothing is dropped in silence: is {config} of another model, or does it leave out a part of this one? Only "
+        f"Nothing is dropped in silence: is the model of {config} another one, or a part of this one? Only "
         "if the family itself has such tensors, its table under precisionctl/architectures/ lacks a row."
     )
 
