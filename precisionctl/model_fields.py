@@ -12,7 +12,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", 
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
-SoftplusGate = Literal["per-head", "per-element"]
+LinearGate = Literal["sigmoid per head", "softplus per head", "softplus per element"]
+"""What becomes of a number that a gate makes, and what it is for: a head, or one of its channels."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,8 @@ class ModelFields:
     """Sinks: each head has the score of one more key, whose value is zero."""
     attention_output_gate: bool = False
     """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
-    softplus_gate: SoftplusGate | None = None
-    """What heads give is multiplied by the softplus of what a projection of its own makes: a number for each head, or
-    for each of its channels."""
+    linear_gate: LinearGate | None = None
+    """What heads give is multiplied by what a projection of its own makes of the hidden states, through this."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to this as they are projected."""
     qk_layernorm: bool = False

@@ -123,19 +123,17 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step. With an `output_gate` (Ling 3) what a head gives is multiplied by the sigmoid of a number
-    that a projection of its own makes for it."""
+    projected in one step."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
-    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if name != "output_gate" and (name, size) != ("q_lora_rank", None):
+            if (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
         if self.qk_pos_emb_head_dim % 2:
             raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")

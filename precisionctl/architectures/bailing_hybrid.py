@@ -48,7 +48,7 @@ _LATENTS = (
     Row(
         "model.layers.{layer}.self_attn.g_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_gate.weight",
-        ("num_attention_heads", "hidden_size"),
+        ("gate_size", "hidden_size"),
         parallel=ROWS,
     ),
 )
@@ -175,7 +175,7 @@ ARCHITECTURE = Architecture(
     config=(
         *common(published=False, number=512, group_counts=(8, 4), scaling=2.5),
         Only("q_lora_rank", None),
-        Always("mla.output_gate", True),
+        Always("linear_gate", "sigmoid per head"),
         Only("gated_attention_proj_granularity_type", "head_wise"),
         Rule(
             ("layer_types", "layer_group_size", "head_dim", "short_conv_kernel_size", *_SAVED)

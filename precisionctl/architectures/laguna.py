@@ -32,6 +32,7 @@ from precisionctl.architectures.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPE
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import check_size
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS
@@ -110,7 +111,11 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-_GATES = {True: "per-head", "per-head": "per-head", "per-element": "per-element"}
+_GATES: dict[bool | str, LinearGate] = {
+    "per-head": "softplus per head",
+    "per-element": "softplus per element",
+    True: "softplus per head",
+}
 
 
 def _read_gate(config: Config, where: object) -> Fields:
@@ -118,10 +123,15 @@ def _read_gate(config: Config, where: object) -> Fields:
     if not isinstance(gating, bool | str) or gating not in _GATES:
         raise UnknownArchitecture(f"gating={shown(gating)}", where=where, do="Known: true, per-head, per-element.")
     kind = _GATES[gating]
-    if types is not None and (not isinstance(types, list) or any(each != kind.replace("-", "_") for each in types)):
-        what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {kind} everywhere"
+    listed = kind.removeprefix("softplus ").replace(" ", "_")
+    if types is not None and (not isinstance(types, list) or any(each != listed for each in types)):
+        what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {listed} everywhere"
         raise DamagedCheckpoint(what, where=where)
-    return {"softplus_gate": kind}
+    return {"linear_gate": kind}
+
+
+def _write_gate(model: ModelShape) -> Config:
+    return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
 
 
 def _read_layers(config: Config, where: object) -> Fields:
@@ -158,7 +168,7 @@ ARCHITECTURE = Architecture(
             _write_attention,
         ),
         Always("qk_layernorm", True),
-        Rule(("gating", "gating_types"), _read_gate, lambda model: {"gating": model.softplus_gate}),
+        Rule(("gating", "gating_types"), _read_gate, _write_gate),
         Key("moe.num_experts", "num_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),

@@ -143,8 +143,6 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
-        if model.mla.output_gate:  # in FP32, and its other factor
-            made += 4 * heads + 2 * out
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
@@ -157,12 +155,12 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
             made += 2 * model.qkv_size
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
-        if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
-            made += (2 + 4 + 4) * model.gate_size + 2 * out
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:
             made += kept.norm * keys
+    if model.linear_gate:  # the gate in FP32 after, of a softplus before too, and its other factor
+        made += (4 if model.linear_gate == "sigmoid per head" else 2 + 4 + 4) * model.gate_size + 2 * out
     if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
         core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
     else:

@@ -107,8 +107,8 @@ def projections(model: ModelShape, layer: int) -> int:
         return mixer + hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
     queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
-    gate = hidden * model.num_attention_heads if mla.output_gate else 0
-    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + gate + out
+    latents = hidden * (model.kv_down_size + model.gate_size)
+    return queries + latents + mla.kv_lora_rank * model.key_value_size + out
 
 
 def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:

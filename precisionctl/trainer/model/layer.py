@@ -33,7 +33,7 @@ class Layer(ResidualLayer):
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
         kda = model.gdn is not None and model.gdn.kda
-        separate = model.mla or model.one_layernorm or model.softplus_gate or (kda and model.has_delta_net(number))
+        separate = model.mla or model.one_layernorm or model.linear_gate or (kda and model.has_delta_net(number))
         self.input_layernorm = backend.norm(size, norm) if separate else nn.Identity()
         self.self_attention: (
             SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
