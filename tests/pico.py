@@ -523,6 +523,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
     },
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },
+    "lfm3-plain": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "head_dim": 16,
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+        "tie_word_embeddings": False,
+    },
     "falcon-h1": {
         **_FALCON_H1,
         "embedding_multiplier": 4.0,

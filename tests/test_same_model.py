@@ -658,7 +658,6 @@ BESIDE_SHORT_CONVS_OTHERWISE = {
     **{name: not value for name, value in BESIDE_SHORT_CONVS.items() if isinstance(value, bool)},
     "gdn": DELTA.gdn,
     "mamba": MIXERS.mamba,
-    "linear_gate": "softplus per head",
     "attention_chunk_size": 2,
     "num_kv_shared_layers": 1,
 }

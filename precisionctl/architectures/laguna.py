@@ -27,15 +27,14 @@ from precisionctl.architectures.config_keys import (
 )
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.deepseek_rows import decoder
-from precisionctl.architectures.llama_rows import PROJ, QK_NORMS, QKV_LINEAR, ROTARY, SEPARATE_NORM, TIED
+from precisionctl.architectures.llama_rows import LINEAR_GATE, PROJ, QK_NORMS, QKV_LINEAR, ROTARY, SEPARATE_NORM, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import check_size
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS
 
 _ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
 """What its class takes for keys that are not there."""
@@ -45,13 +44,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 
-_GATE = Row(
-    "model.layers.{layer}.self_attn.g_proj.weight",
-    "decoder.layers.{layer}.self_attention.linear_gate.weight",
-    ("gate_size", "hidden_size"),
-    parallel=ROWS,
-)
-_OF_HEADS = (*QKV_LINEAR, _GATE, *PROJ)
+_OF_HEADS = (*QKV_LINEAR, *LINEAR_GATE, *PROJ)
 _ATTENTION = (*SEPARATE_NORM, *only_in("windowed", _OF_HEADS), *only_in("global", _OF_HEADS), *QK_NORMS)
 
 _PUBLISHED = {

@@ -89,8 +89,8 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
 """What layers with a gated delta net compute of these; those with attention heed them."""
 
 BESIDE_SHORT_CONVS: Mapping[str, object] = {
-    **dict.fromkeys(("gdn", "mamba", "csa", "linear_gate", "attention_chunk_size"), None),
-    **dict.fromkeys(("parallel_residual", "post_layernorms", "add_bias_linear"), False),
+    **dict.fromkeys(("gdn", "mamba", "csa", "attention_chunk_size"), None),
+    **dict.fromkeys(("parallel_residual", "add_bias_linear"), False),
     "pre_layernorms": True,
     "num_kv_shared_layers": 0,
 }

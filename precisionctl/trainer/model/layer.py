@@ -33,7 +33,8 @@ class Layer(ResidualLayer):
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
         kda = model.gdn is not None and model.gdn.kda
-        separate = model.mla or model.one_layernorm or model.linear_gate or (kda and model.has_delta_net(number))
+        of_gate = model.has_attention(number) and model.linear_gate
+        separate = model.mla or model.one_layernorm or of_gate or (kda and model.has_delta_net(number))
         self.input_layernorm = backend.norm(size, norm) if separate else nn.Identity()
         self.self_attention: (
             SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
@@ -62,8 +63,9 @@ class Layer(ResidualLayer):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
         if model.post_layernorms:
-            assert isinstance(self.self_attention, SelfAttention | MLASelfAttention), "others have none, or are refused"
-            add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+            made = self.self_attention
+            given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
+            add_post_layernorm(given, backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
             add_post_layernorm(last, backend.norm(size, norm))
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
