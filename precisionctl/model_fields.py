@@ -124,8 +124,9 @@ class ModelFields:
     """So many last layers have queries alone, and read the keys and values of an earlier one (`kv_layer`)."""
     use_double_wide_mlp: bool = False
     """The MLPs of these layers have twice the channels."""
-    unused_kv: bool = False
-    """Their key and value projections, which nothing reads, are stored all the same."""
+    unused: bool = False
+    """What nothing reads is stored all the same: their key and value projections, or of a model with
+    `moe.post_layernorm` such norms of dense layers."""
 
     # Embeddings and logits
     embedding_multiplier: float = 1.0
@@ -143,6 +144,8 @@ class ModelFields:
     proj_bias: bool = False
     mlp_bias: bool = False
     output_bias: bool = False
+    hf_expert_bias: bool = True
+    """Hugging Face has the bias that chooses experts, where Megatron has one."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
 

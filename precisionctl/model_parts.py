@@ -55,7 +55,8 @@ class MoE:
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
     router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
-    weight of an expert for a token is multiplied by a number of that expert.
+    weight of an expert for a token is multiplied by a number of that expert. With `post_layernorm` (A.X K1) what routed
+    and shared experts give together is normalised, in a model without norms of what blocks give.
     """
 
     num_experts: int
@@ -79,6 +80,7 @@ class MoE:
     latent_size: int | None = None
     n_hash_layers: int = 0
     expert_bias_on_logits: bool = False
+    post_layernorm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):

@@ -443,6 +443,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
         "mlp_layer_types": ["dense", "sparse", "dense"],
     },
+    "axk1": {
+        "model_type": "axk1",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",

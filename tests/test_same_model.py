@@ -382,6 +382,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "probs_on_input": True,
             "own_norms": True,
             "latent_size": 8,
+            "post_layernorm": True,
         }.items()
     ),
     (PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4}),

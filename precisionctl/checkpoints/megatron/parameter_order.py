@@ -51,7 +51,7 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_of(f"{attention}.in_proj", *_INNER),
         *_of(f"{attention}.conv1d", *_INNER),
         *_of(f"{attention}.out_norm", *_INNER),
-        *_of(f"{attention}.out_proj", *_INNER),
+        *_of(f"{attention}.out_proj", *_INNER, "post_layernorm.weight"),
         *(f"{attention}.{module}.weight" for module in ("f_a_proj", "f_b_proj", "beta_proj", "g_a_proj", "g_b_proj")),
         f"{attention}.core_attention.softmax_offset",
         *_of(f"{attention}.linear_proj", *_INNER, "post_layernorm.weight"),

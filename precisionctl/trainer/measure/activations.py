@@ -99,6 +99,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     if model.mamba and not model.parallel_mixers:
         norms = 1
+    if model.moe and model.moe.post_layernorm and model.has_experts(layer):
+        norms += 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
