@@ -125,17 +125,19 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step."""
+    projected in one step. With a `query_gate` (A.X K2) one projection makes queries and the gates of what heads
+    give, whose sigmoids multiply its channels; it reads the latent of queries normalised, and as it is."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    query_gate: bool = False
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if (name, size) != ("q_lora_rank", None):
+            if name != "query_gate" and (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
         if self.qk_pos_emb_head_dim % 2:
             raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")

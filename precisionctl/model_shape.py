@@ -24,6 +24,7 @@ class ModelShape(ModelFields):
             "query_scaling_floor",
             "per_layer_embed_dim",
             "v_head_dim",
+            "gated_norm_rank",
         )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
@@ -135,6 +136,16 @@ class ModelShape(ModelFields):
         """Rows of the query projection."""
         head = self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim if self.mla else self.kv_channels
         return self.num_attention_heads * head
+
+    @property
+    def query_up_size(self) -> int:
+        """Rows of the projection that makes queries of their latent, and gates where it does."""
+        return self.query_size + (self.projection_size if self.mla and self.mla.query_gate else 0)
+
+    @property
+    def query_up_inputs(self) -> int:
+        """Its input width."""
+        return (1 + self.mla.query_gate) * (self.mla.q_lora_rank or 0) if self.mla else 0
 
     @property
     def gate_size(self) -> int:

@@ -450,6 +450,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "axk2": {
+        "model_type": "axk2",
+        **_INDEXED,
+        "gated_norm_rank": 8,
+        "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+    },
     "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",

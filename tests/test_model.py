@@ -131,7 +131,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2"),
 )
 
 

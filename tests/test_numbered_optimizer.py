@@ -24,7 +24,7 @@ from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.reports import inspect
 
 NOT_KNOWN = (
-    "axk1",
+    "axk",
     "gpt-j",
     "gpt-neox",
     "llama4",

@@ -104,6 +104,9 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
+    if model.gated_norm_rank:  # what the norm gives, the gate in FP32, and the inner channels before and after SiLU
+        gated = (2 + 4) * model.hidden_size + 2 * 2 * model.gated_norm_rank
+        made += (1 + model.has_experts(layer)) * gated / kept.tokens
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     read = kept.input * model.hidden_size
@@ -145,6 +148,8 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
+        if model.mla.query_gate:  # the other half of what makes them; their sigmoid, and its other factor
+            made += kept.input * (model.mla.q_lora_rank or 0) + (4 + 2) * out
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels

@@ -283,7 +283,7 @@ class MLASelfAttention(nn.Module):
     Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
     linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
     positions, which all heads share. Norms of the latents are part of the linears that read them, but not beside an
-    indexer.
+    indexer. Where queries come with gates, the latter stand behind the queries of their head.
     """
 
     def __init__(self, name: str, model: ModelShape, mla: MLA, indexer: DSA | None, backend: Backend) -> None:
@@ -302,7 +302,13 @@ class MLASelfAttention(nn.Module):
             self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
             self.q_layernorm = nn.Identity() if fused else backend.norm(mla.q_lora_rank, norm)
             self.linear_q_up_proj = column_linear(
-                backend, f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, fused, "inner column"
+                backend,
+                f"{name}.linear_q_up_proj",
+                model.query_up_inputs,
+                model.query_up_size,
+                False,
+                fused,
+                "inner column",
             )
         self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.kv_down_size, False)
         self.linear_kv_up_proj: Any = column_linear(
@@ -324,8 +330,11 @@ class MLASelfAttention(nn.Module):
         if mla.q_lora_rank is None:
             query = self.linear_q_proj(hidden)
         else:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        query = query.view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+            down = self.linear_q_down_proj(hidden)
+            latent = self.q_layernorm(down)
+            query = self.linear_q_up_proj(torch.cat([latent, down], -1) if mla.query_gate else latent)
+        channels = [mla.qk_head_dim, mla.qk_pos_emb_head_dim, mla.v_head_dim if mla.query_gate else 0]
+        plain, turned, gate = torch.split(query.view(*heads, sum(channels)), channels, -1)
         down = self.linear_kv_down_proj(hidden)
         latent, rotary = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         latent = self.kv_layernorm(latent)
@@ -340,10 +349,11 @@ class MLASelfAttention(nn.Module):
             recorder.kv_cache(self.name, "k", cached)
             recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
-        plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = scaled(torch.cat([plain, rotate(turned, positions, interleaved=True)], -1), positions)
         attended = self.core_attention(query, key, value, positions)
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, ranks.copy(hidden))
+        if mla.query_gate:
+            attended = (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
         out: Tensor = self.linear_proj(attended)
         return out

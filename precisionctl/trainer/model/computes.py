@@ -21,7 +21,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(("post_layernorms", "tied_embeddings"), ANY),
+    **dict.fromkeys(("post_layernorms", "tied_embeddings", "gated_norm_rank"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
@@ -43,7 +43,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
-    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
+    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
@@ -154,6 +154,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
         "output_bias": model.output_bias and model.tied_embeddings,
+        "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
+        "gated_norm_rank": model.gated_norm_rank
+        and (not model.mla or model.gdn or model.parallel_residual or (model.moe and model.moe.own_norms)),
         "dsa": model.dsa and not model.query_latent,
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
