@@ -90,7 +90,7 @@ def test_names_in_memory_are_read_and_published_ones_written(tmp_path: Path) -> 
 
 
 def test_exports_leave_gates_of_norms_and_indexers_in_bf16(tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", "axk2", dtype=torch.bfloat16, q_lora_rank=32)
+    pico.save(tmp_path / "hf", "axk2", dtype=torch.bfloat16, **pico.fp8_sizes("axk2"))
     asked = Request.export(tmp_path / "hf", tmp_path / "out", "transformers", "dynamic", keep_misfits=True)
     codes = plan_command(asked).plan.codes
     assert not [name for name in codes if "layernorm" in name or "indexer" in name]
