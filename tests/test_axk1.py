@@ -6,10 +6,12 @@ from typing import Any
 import pico
 import pytest
 import torch
+from command_line import run as command_line
 from conversions import run
 from gpt_models import VOCABULARY, as_gpt
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
+from training import SMALL, make_source, make_text
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
@@ -104,3 +106,22 @@ def test_what_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=words):
         from_hf_config(config(**said))
+
+
+def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
+    published = make_source(tmp_path / "hf", family="axk1", **pico.fp8_sizes("axk1"))
+    file = published / "model.safetensors"
+    stored = load_file(file)
+    unused = torch.randn_like(stored[f"model.layers.1.{NORM}"]).bfloat16()
+    save_file(stored | {f"model.layers.0.{NORM}": unused}, file, {"format": "pt"})
+    keys = {**SMALL, "train.steps": 1, "schedule.kind": "constant", "optimizer.lr": 0.01}
+    settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    data = make_text(tmp_path / "text.txt")
+    command = ("resume", published, "--precision", "fp8", "--data", data, "--out", tmp_path / "out")
+    done = command_line(*command, "--backend", "emulated", *settings)
+    assert done.exit_code == 0, done.stderr
+    assert "parameters that nothing reads are carried along as they are" in done.stdout + done.stderr
+    run(tmp_path / "out", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert torch.equal(back[f"model.layers.0.{NORM}"], unused)
+    assert not torch.equal(back[f"model.layers.1.{NORM}"], stored[f"model.layers.1.{NORM}"].bfloat16())

@@ -15,6 +15,7 @@ from precisionctl.architectures.families import from_hf_config
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import UnknownArchitecture
+from precisionctl.param import Parallelism
 from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers has no A.X K2")
@@ -95,3 +96,15 @@ def test_exports_leave_gates_of_norms_and_indexers_in_bf16(tmp_path: Path) -> No
     codes = plan_command(asked).plan.codes
     assert not [name for name in codes if "layernorm" in name or "indexer" in name]
     assert {name.split(".")[-2] for name in codes} >= {"q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("family", ["axk1", "axk2"])
+def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    sizes = Parallelism(2, 3, expert=2)
+    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=sizes)
+    run(tmp_path / "m", tmp_path / "back", "hf")
+    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert stored.keys() == back.keys()
+    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []

@@ -27,8 +27,8 @@ def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
     """The MLP of a norm's gate; it stays in BF16, in training and exports."""
     hf, megatron = f"model.layers.{{layer}}.{hf}", f"decoder.layers.{{layer}}.{megatron}"
     return (
-        Row(f"{hf}.W_down.weight", f"{megatron}.linear_fc1.weight", ("gated_norm_rank", "hidden_size"), layers=layers),
-        Row(f"{hf}.W_up.weight", f"{megatron}.linear_fc2.weight", ("hidden_size", "gated_norm_rank"), layers=layers),
+        Row(f"{hf}.W_down.weight", f"{megatron}.W_down.weight", ("gated_norm_rank", "hidden_size"), layers=layers),
+        Row(f"{hf}.W_up.weight", f"{megatron}.W_up.weight", ("hidden_size", "gated_norm_rank"), layers=layers),
     )
 
 

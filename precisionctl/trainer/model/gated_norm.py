@@ -15,12 +15,12 @@ class GatedNorm(nn.Module):
     def __init__(self, size: int, rank: int, norm: Norm, backend: Backend) -> None:
         super().__init__()
         self.norm = backend.norm(size, norm)
-        self.linear_fc1 = plain_linear(size, rank, backend)
-        self.linear_fc2 = plain_linear(rank, size, backend)
+        self.W_down = plain_linear(size, rank, backend)
+        self.W_up = plain_linear(rank, size, backend)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]` to the same."""
         normed: Tensor = self.norm(hidden)
-        inner = F.silu(product(F.linear, normed, self.linear_fc1.weight))
-        gate = product(F.linear, inner, self.linear_fc2.weight).float().sigmoid()
+        inner = F.silu(product(F.linear, normed, self.W_down.weight))
+        gate = product(F.linear, inner, self.W_up.weight).float().sigmoid()
         return (normed * gate).to(normed.dtype)
