@@ -135,6 +135,8 @@ class ModelFields:
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
     """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
+    embedding_norm: bool = False
+    """They are normalised by an RMSNorm without weights."""
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""

@@ -456,6 +456,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "gated_norm_rank": 8,
         "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
     },
+    "nanochat": {"model_type": "nanochat"},
     "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",

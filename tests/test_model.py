@@ -111,6 +111,8 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("lfm3", {"rope_scaling": None}),
     ("lfm3", {"rotary_base_local": None}),
     ("lfm3", {"linear_gate": "softplus per head"}),
+    ("nanochat", {"embedding_norm": False}),
+    ("nanochat", {"qk_l2_norm": False}),
 ]
 """What no tensor's shape shows."""
 
@@ -131,7 +133,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat"),
 )
 
 

@@ -319,6 +319,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "final_logit_softcapping": 0.1,
             "softmax_offset": True,
             "embedding_multiplier": 3.0,
+            "embedding_norm": True,
             "post_layernorms": True,
             "pre_layernorms": False,
             "residual_multiplier": 0.5,

@@ -47,7 +47,9 @@ def pass_bytes(
     working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
     working += 8 * max(tensor_sizes(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
-    last = ((kept.norm + 2) * model.hidden_size + (_read_streams(model) if model.mhc else 0)) * tokens
+    last = (
+        (kept.norm + 2 + 4 * model.embedding_norm) * model.hidden_size + (_read_streams(model) if model.mhc else 0)
+    ) * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.streams_size * tokens * model.num_layers
         beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
@@ -78,14 +80,14 @@ class BytesKept:
 
     @staticmethod
     def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "BytesKept":
-        """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
-        keeps codes of weights for the forward, and transposed ones for the backward."""
+        """Emulated norms save their input in FP32, and RMSNorm with weights also the normalised values; TE's save only
+        the input. TE keeps codes of weights for the forward, and transposed ones for the backward."""
         tensor = recipe.parallel.tensor
         tokens = tensor if recipe.parallel.sequence else 1
         emulated, fp8 = backend == "emulated", recipe.precision.fp8
         codes = 0 if not fp8 else 1 if emulated else 2
         grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
-        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
+        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
         working = 12 if emulated and fp8 else 8
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model) else working

@@ -21,7 +21,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(("post_layernorms", "tied_embeddings", "gated_norm_rank"), ANY),
+    **dict.fromkeys(("post_layernorms", "tied_embeddings", "gated_norm_rank", "embedding_norm"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
