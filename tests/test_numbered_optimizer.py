@@ -23,7 +23,18 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import NOT_TRAINED, TensorSpec
 from precisionctl.reports import inspect
 
-NOT_KNOWN = ("gpt-j", "gpt-neox", "llama4", "deepseek-v4", "falcon", "lfm2", "olmo-hybrid", "kimi-linear", "ling-3")
+NOT_KNOWN = (
+    "axk",
+    "gpt-j",
+    "gpt-neox",
+    "llama4",
+    "deepseek-v4",
+    "falcon",
+    "lfm",
+    "olmo-hybrid",
+    "kimi-linear",
+    "ling-3",
+)
 """The convolutions of the last three are one parameter in memory, and three tensors in files."""
 
 

@@ -29,6 +29,7 @@ from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
     FINAL_NORM,
+    LINEAR_GATE,
     MLP,
     MLP_NORM,
     OUTPUT,
@@ -40,17 +41,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS
 
-_LATENTS = (
-    *LATENT_ATTENTION,
-    Row(
-        "model.layers.{layer}.self_attn.g_proj.weight",
-        "decoder.layers.{layer}.self_attention.linear_gate.weight",
-        ("num_attention_heads", "hidden_size"),
-        parallel=ROWS,
-    ),
-)
 _PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",
     ".self_attn.": ".attention.",
@@ -67,7 +58,7 @@ def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, .
     return either(rows, renamed(published, _DENSE) if dense else published)
 
 
-_ATTENTION = only_in("attention", _LATENTS)
+_ATTENTION = only_in("attention", (*LATENT_ATTENTION, *LINEAR_GATE))
 _BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
 
 _SAVED = {
@@ -174,7 +165,7 @@ ARCHITECTURE = Architecture(
     config=(
         *common(published=False, number=512, group_counts=(8, 4), scaling=2.5),
         Only("q_lora_rank", None),
-        Always("mla.output_gate", True),
+        Always("linear_gate", "sigmoid per head"),
         Only("gated_attention_proj_granularity_type", "head_wise"),
         Rule(
             ("layer_types", "layer_group_size", "head_dim", "short_conv_kernel_size", *_SAVED)

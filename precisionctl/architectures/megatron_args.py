@@ -29,6 +29,7 @@ from precisionctl.architectures.streams_args import (
     read_mhc,
 )
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
+from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import MLA, MOST_LAYERS, check_size, real
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import differences
@@ -105,8 +106,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
         # only where a model has them: older versions do not know the words
-        **({"attention_output_gate": True} if model.attention_output_gate or model.output_gate_of_heads else {}),
-        **({GRANULARITY: "headwise"} if model.output_gate_of_heads else {}),
+        **({"attention_output_gate": True} if model.attention_output_gate or _headwise(model) else {}),
+        **({GRANULARITY: "headwise"} if _headwise(model) else {}),
         **(
             {"no_rope_freq": [int(not each) for each in model.rope_layers]}
             if model.rope_layers and any(model.rope_layers)
@@ -227,7 +228,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
     sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
-    mla = MLA(**sizes, output_gate=_read_output_gate(args, where)) if sizes else None
+    mla = MLA(**sizes) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     positions = _read_positions(args, num_layers, mla, csa, where)
     mamba = read_mamba(args)
@@ -260,6 +261,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
+        linear_gate=_read_headwise(args, where) if mla else None,
         mla=mla,
         dsa=read_dsa(args, num_layers),
         csa=csa,
@@ -273,11 +275,16 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     )
 
 
-def _read_output_gate(args: Mapping[str, Any], where: object) -> bool:
-    """Whether latent attention has one, which is known of heads alone."""
+def _headwise(model: ModelShape) -> bool:
+    """Whether latent attention has an output gate, which Megatron knows of heads alone."""
+    return model.mla is not None and model.linear_gate == "sigmoid per head"
+
+
+def _read_headwise(args: Mapping[str, Any], where: object) -> LinearGate | None:
     if not args.get("attention_output_gate"):
-        return False
-    return bool(one_of(args, GRANULARITY, ("headwise",), None, where))
+        return None
+    one_of(args, GRANULARITY, ("headwise",), None, where)
+    return "sigmoid per head"
 
 
 def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
 
 def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors, and
-    with unused projections if it has any: transformers reads and writes such checkpoints without them."""
+    with what nothing reads if it has any of that: transformers reads and writes such checkpoints without them. Where a
+    family may lack the bias that chooses experts, and no layer has one, Hugging Face has none."""
 
     def any_stored(some: Iterable[Row], place: Place) -> bool:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))
@@ -145,9 +146,12 @@ def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     of_mtp = [row for row in rows if row.of_prediction and not row.of_experts]
     if of_mtp and not any_stored(of_mtp, {"mtp": 0, "mtp_layer": model.num_layers}):
         model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
-    unused = [row for row in rows if row.unused]
-    if unused and any_stored(unused, {"layer": model.num_layers - 1}) and model.num_kv_shared_layers:
-        model = dataclasses.replace(model, unused_kv=True)
+    places = [(row, next(row.places(model), None)) for row in rows]
+    if any(row.unused and place is not None and any_stored([row], place) for row, place in places):
+        model = dataclasses.replace(model, unused=True)
+    biases = [(row, place) for row, place in places if row.present.hf == "hf_expert_bias" and place is not None]
+    if source.layout == "hf" and biases and not any(any_stored([row], place) for row, place in biases):
+        model = dataclasses.replace(model, hf_expert_bias=False)
     return model
 
 
