@@ -325,9 +325,11 @@ def evaluate(
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.export.model_card import NAME as CARD
-    from precisionctl.export.model_card import write_quality
+    from precisionctl.export.model_card import around_quality, write_quality
     from precisionctl.reports import evaluation as report
 
+    if card:
+        around_quality(checkpoint)  # what cannot be written is found before hours of measuring
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
     if tasks:
         from precisionctl.evaluate.harness import run_tasks
