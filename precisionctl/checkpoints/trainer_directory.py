@@ -52,8 +52,9 @@ class TrainerDirectory:
                 where=self.path,
                 do=f"{WITH_REFERENCE} Or copy these beside the checkpoint.",
             )
-        path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path, self.specs)
+        companions = self.companions
+        path = companions.config_path
+        return read_model(parse_json(companions.files["config.json"], path), path, self.specs)
 
     @cached_property
     def fp8(self) -> Fp8States | None:
