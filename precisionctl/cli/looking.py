@@ -20,6 +20,7 @@ from precisionctl.cli.options import (
     EngineName,
     Percent,
     grouped_columns_option,
+    is_given,
     iteration_option,
     json_option,
     reference_option,
@@ -72,8 +73,8 @@ def inspect(
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
     """
-    if not fp8 and (fp8_state or html):
-        raise click.UsageError("--fp8-state and --html are for --fp8.")
+    if not fp8 and (fp8_state or html or is_given("workers")):
+        raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
     from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
@@ -160,6 +161,8 @@ def verify(
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
     if (fp8_state or reference) and b is None:
         raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
+    if fp8 and target is not None:
+        raise click.UsageError("--fp8 compares codes with a second checkpoint, or checks A alone: --target does not.")
     if (ranks > 1 or expert_parallel) and target is None:
         raise click.UsageError("--tp and --expert-parallel are for --target.")
     if b is not None:
@@ -320,8 +323,11 @@ def evaluate(
     json_wanted: bool,
 ) -> None:
     """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
-    if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
-        raise click.UsageError("eval needs either --data (and --against is for it) or --tasks (and --limit is for it).")
+    of_data = against or is_given("sequence_length")
+    if (data is None) == (tasks is None) or (tasks and of_data) or (limit and not tasks):
+        raise click.UsageError(
+            "eval needs either --data (--against and --sequence-length are for it) or --tasks (--limit is for it)."
+        )
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.export.model_card import NAME as CARD
