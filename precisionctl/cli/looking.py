@@ -1,6 +1,7 @@
 """Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval and doctor."""
 
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,12 +185,12 @@ def compare_checkpoints(
     from precisionctl.commands.source import open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
-    from precisionctl.verify.compare import bytes_to_compare, compare
+    from precisionctl.verify.compare import compare
 
     left, right = (open_hinted(path, None, None, reference, None) for path in (a, b))
     state = sidecar.read(fp8_state) if fp8_state else None
-    with console.bytes_progress("comparing", bytes_to_compare(left, right)) as on_bytes:
-        comparison = compare(left, right, fp8=fp8, state=state, on_bytes=on_bytes)
+    progress = partial(console.bytes_progress, "comparing")
+    comparison = compare(left, right, fp8=fp8, state=state, progress=progress)
     if json_wanted:
         print_json(comparison.as_json())
     else:
@@ -208,8 +209,9 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
     from precisionctl.verify.code_comparison import compare_codes
+    from precisionctl.verify.hf_tensors import HfTensors
 
-    weights = list(compare_codes(open_checkpoint(path), None))
+    weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
     if not weights:
         raise PrecisionError(
             "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
