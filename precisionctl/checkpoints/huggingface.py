@@ -173,7 +173,9 @@ class HuggingFaceReader:
     def _optimizer(self) -> NumberedOptimizer | None:
         """The optimizer of Hugging Face's Trainer; None if it saved none."""
         path = self.path / numbered_optimizer.FILE
-        return NumberedOptimizer(path, self.specs) if has_file(path, self.path) else None
+        if not has_file(path, self.path):
+            return None
+        return NumberedOptimizer(path, self.specs, table_of(self.model).behind)
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
