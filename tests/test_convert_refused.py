@@ -301,14 +301,14 @@ def test_of_a_config_with_too_few_layers_that_is_said_and_not_that_a_table_lacks
     config(tmp_path / "hf", num_hidden_layers=2)
     with pytest.raises(UnmappedTensor) as refused:
         run(tmp_path / "hf", tmp_path / "out", "megatron")
-    told = "config.json says 2 layers `model.layers.*`, and 9 tensors are of later ones"
+    told = "by config.json there are 2 layers `model.layers.*`, and 9 tensors are of later ones"
     assert told in refused.value.do and "architectures" not in refused.value.do
     config(tmp_path / "hf", num_hidden_layers=3)
     add_tensor(tmp_path / "hf")  # of no later layer
     with pytest.raises(UnmappedTensor) as refused:
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     first, _, last = refused.value.do.partition("? ")
-    assert first.endswith("does it leave out a part of this one") and "precisionctl/architectures/" in last
+    assert first.endswith("or a part of this one") and "precisionctl/architectures/" in last
 
 
 @pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run

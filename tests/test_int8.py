@@ -165,7 +165,7 @@ def test_what_was_trained_gets_a_scale_by_compressed_tensors_rule_and_the_rest_k
     tensors[name][1, :64] = torch.linspace(-1, 0.7, 64).bfloat16()
     save_file(tensors, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
     notes = convert(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8").notes
-    assert any(note.startswith("1 have blocks with new scales") for note in notes)
+    assert any(note.startswith("1 have blocks that are encoded again") for note in notes)
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     differ = {each for each in before if not torch.equal(bits(before[each]), bits(after[each]))}
     packed = name if name in before else f"{name}_packed"
@@ -280,7 +280,7 @@ def test_training_goes_on_from_what_codes_decode_to(tmp_path: Path) -> None:
     settings = training.settings(tmp_path / "source", tmp_path / "text.txt", tmp_path / "run", train__steps=1)
     assert len(training.run(settings)[2]) == 1
     notes = convert(tmp_path / "run", tmp_path / "back", "hf", precision="fp8").notes
-    assert any("7 have blocks with new scales" in note for note in notes)
+    assert any("7 have blocks that are encoded again" in note for note in notes)
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
     assert before.keys() == after.keys() and all(before[name].dtype == after[name].dtype for name in before)
 

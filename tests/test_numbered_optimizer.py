@@ -18,7 +18,7 @@ from precisionctl.checkpoints.numbered_optimizer import NumberedOptimizer, param
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import ParameterGroup, adam_settings, lost_settings
-from precisionctl.commands.notes import left_behind_notes
+from precisionctl.commands.source_notes import left_behind_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.param import NOT_TRAINED, TensorSpec

@@ -173,7 +173,7 @@ def test_an_unknown_family_is_refused_with_what_adding_one_takes() -> None:
 
 
 def test_both_spellings_of_a_row_are_one_parameter() -> None:
-    """What `respelled` builds on. Scales go from one to the other where both only move rows."""
+    """What choosing one builds on. Scales go from one to the other where both only move rows."""
     either = [each for table in supported().values() for each in table.rows if isinstance(each, Either)]
     assert either
     for each in either:

@@ -20,6 +20,7 @@ from precisionctl.architectures.families import from_hf_config, from_megatron_ar
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.megatron.provider import described_args, from_provider, to_provider
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -786,7 +787,12 @@ def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path,
     (note,) = [note for note in there.notes if "computes another model" in note]
     assert words in note
     execute(there)
-    back = plan_command(Request(tmp_path / "megatron", tmp_path / "back", "hf"))
+    home = Request(tmp_path / "megatron", tmp_path / "back", "hf")
+    of_resume = next((tmp_path / "megatron").glob("*/")) / RUN_FILE
+    of_resume.touch()  # which trains the model that config.json says
+    assert not any("do not say all" in note for note in plan_command(home).notes)
+    of_resume.unlink()
+    back = plan_command(home)
     assert any("do not say all of this model" in note and words in note for note in back.notes)
     assert differences(back.reader.model, from_hf_config(theirs.config.to_dict())) == {}
     with pytest.raises(UnknownArchitecture) as refused:

@@ -17,12 +17,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     is_on,
     layers,
-    listed_layers,
     size,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.kda_keys import common, sparse_layers
@@ -156,7 +155,7 @@ ARCHITECTURE = Architecture(
         *_either(EMBEDDING),
         *SEPARATE_NORM,
         *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
-        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), in_memory=True),
+        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
         *_either(_ATTENTION, dense=True),
         *MLP_NORM,
         *MLP,

@@ -28,7 +28,7 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
-_BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memory=True)
+_BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, second_is="in memory")
 
 
 def _read_prediction(config: Config, where: object) -> Fields:

@@ -27,15 +27,13 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     activation,
-    all_but_every,
     count,
     is_on,
-    layer_types,
     layers,
-    layers_in_window,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window
 from precisionctl.architectures.gemma2 import SCALED_EMBEDDING
 from precisionctl.architectures.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.llama_rows import (

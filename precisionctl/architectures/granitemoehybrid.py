@@ -20,10 +20,10 @@ from precisionctl.architectures.config_keys import (
     Rule,
     count,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.granite import MULTIPLIERS
 from precisionctl.architectures.granitemoe import EXPERTS
 from precisionctl.architectures.llama_rows import (

@@ -17,14 +17,10 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    by_kind,
-    layer_types,
-    layers_in_window,
-    nowhere,
-    numbered_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window, nowhere, numbered_layers
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import PROJ, QK_NORMS, QKV_LINEAR, ROTARY, SEPARATE_NORM, TIED
@@ -58,7 +54,7 @@ _PUBLISHED = {
     "shared_experts": "shared_expert",
 }
 _BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
-_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, in_memory=True))
+_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
 
 _EXPERTS = experts_by_list(dense=1)
 

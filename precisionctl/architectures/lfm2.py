@@ -21,10 +21,9 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    listed_layers,
-    numbered_layers,
     size,
 )
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,

@@ -32,6 +32,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, show
 from precisionctl.model_parts import MLA, MOST_LAYERS, check_size, real
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import differences
+from precisionctl.sparse_parts import CSA
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -228,30 +229,9 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
     mla = MLA(**sizes, output_gate=_read_output_gate(args, where)) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
-    rope: dict[str, Any] = {
-        "rotary_base": float(args.get("rotary_base", 10000)),
-        "rotary_percent": float(args.get("rotary_percent", 1.0)),
-        "rope_scaling": _read_rope(args, mla, where),
-    }
-    if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
-        unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
-        rope = read_csa_rope(args, _read_yarn(unmagnified, "", where))
-    for name, value in (rope["rope_scaling"] or {}).items():
-        if name not in ("rope_type", "truncate"):
-            real(value, name)
+    positions = _read_positions(args, num_layers, mla, csa, where)
     mamba = read_mamba(args)
-    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
-    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
-    no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
-    if isinstance(no_rope, list | tuple):
-        no_rope = [not each for each in no_rope]
-    rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
-    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
-        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
-        raise UnknownArchitecture(what, where=where)
-    if kind == "none":
-        rope_layers = (False,) * num_layers
     return ModelShape(
         architecture="",
         num_layers=num_layers,
@@ -267,11 +247,8 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         norm_epsilon=epsilon,
         normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
-        position_embedding="rope" if kind in ("yarn", "none") else kind,
-        rotary_interleaved=bool(args.get("rotary_interleaved")),
         sliding_window=window,
         window_layers=None if window is None or skipping is None else all_but_every(skipping, num_layers),
-        rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None and csa is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
@@ -291,7 +268,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=read_hybrid_mtp(args) if mamba else args.get("mtp_num_layers") or 0,
-        **rope,
+        **positions,
         **_read_activation(args),
     )
 
@@ -316,6 +293,37 @@ def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("quick_geglu"):
         return fields | {"activation": "quick_gelu"}
     return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
+
+
+def _read_positions(
+    args: Mapping[str, Any], num_layers: int, mla: MLA | None, csa: CSA | None, where: object
+) -> dict[str, Any]:
+    """The fields of ModelShape that say how positions are embedded, and in which layers."""
+    fields: dict[str, Any] = {
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        "rotary_percent": float(args.get("rotary_percent", 1.0)),
+        "rope_scaling": _read_rope(args, mla, where),
+    }
+    if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
+        unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
+        fields = read_csa_rope(args, _read_yarn(unmagnified, "", where))
+    for name, value in (fields["rope_scaling"] or {}).items():
+        if name not in ("rope_type", "truncate"):
+            real(value, name)
+    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
+    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
+    if isinstance(no_rope, list | tuple):
+        no_rope = [not each for each in no_rope]
+    rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
+    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
+        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
+        raise UnknownArchitecture(what, where=where)
+    return fields | {
+        "position_embedding": "rope" if kind in ("yarn", "none") else kind,
+        "rotary_interleaved": bool(args.get("rotary_interleaved")),
+        "rope_layers": (False,) * num_layers if kind == "none" else rope_layers,
+    }
 
 
 def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, by_kind
+from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.architectures.config_layers import by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape

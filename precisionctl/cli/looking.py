@@ -181,8 +181,8 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
-    from precisionctl.commands.notes import vocabulary_notes
     from precisionctl.commands.source import open_hinted
+    from precisionctl.commands.source_notes import vocabulary_notes
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare

@@ -13,7 +13,7 @@ from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
 from precisionctl.untabled_model import UntabledModel
 
 
@@ -53,8 +53,7 @@ def _broken_notes(reader: Reader, jobs: Sequence[Job], statistics: Mapping[str, 
     suspects = dict.fromkeys(name for job in jobs if _is_broken(statistics[job.module]) for name in job.reads)
     names = [name for name in suspects if not _is_finite(reader, name)]
     if names:
-        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"WARNING: {first} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
+        yield f"WARNING: {listed(names, 3)} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
 
 
 def _is_finite(reader: Reader, name: str) -> bool:

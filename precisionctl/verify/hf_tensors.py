@@ -64,7 +64,7 @@ class HfTensors:
     """
 
     def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
-        plan = make_plan(reader, "hf", respelled=True) if plan is None else plan
+        plan = make_plan(reader, "hf", naming="as saved") if plan is None else plan
         self.reader, self.plan = reader, plan
         self._kept: tuple[str, Tensor] | None = None
         self.specs: dict[str, TensorSpec] = dict(plan.targets)

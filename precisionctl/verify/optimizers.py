@@ -60,7 +60,7 @@ def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
 
 def _by_hf_names(reader: Reader) -> HfTensors:
     """An optimizer by Hugging Face's names, with a weight that has no master as its own."""
-    plan = make_plan(reader, "hf", respelled=True, optimizer=True)
+    plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
     jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
     targets = {name: plan.targets[name] for job in jobs for name in job.writes}
     stored: Any = _Stored(reader, {**reader.specs, **_optimizer_specs(reader)})

@@ -74,7 +74,7 @@ def model_of(
         raise DamagedCheckpoint(
             f"it contradicts the arguments of Megatron: {values}",
             where=path,
-            do="Remove it to go by the arguments alone.",
+            do="By which did it train? If by the arguments, remove config.json; else save it again with others.",
         )
     return model
 
