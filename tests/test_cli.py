@@ -643,6 +643,19 @@ def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
     assert "either" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["verify", ".", "--target", "vllm", "--fp8"], "--fp8"),
+        (["eval", ".", "--tasks", "x", "--sequence-length", "1024"], "--sequence-length"),
+        (["inspect", ".", "--workers", "2"], "--workers"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_wrong_usage(arguments, option):
+    result = run(*arguments)
+    assert result.exit_code == 2 and option in result.stderr
+
+
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("50 kB", 50_000), ("1.5M", 1_500_000), ("7", 7)])
 def test_sizes_are_read_as_people_write_them(text, size):
     assert Size().convert(text, None, None) == size

@@ -78,6 +78,7 @@ _NORMS_AFTER = (*POST_ATTENTION_NORM, *renamed((*POST_MLP_NORM, *POST_MOE_NORM),
 
 ARCHITECTURE = Architecture(
     model_types={"afmoe": "AfmoeForCausalLM"},
+    behind={"mlp": "post_mlp_layernorm", "experts": "shared_experts"},
     rows=(*(row.renamed(_RENAMED) for row in decoder(_ATTENTION)), *_NORMS_AFTER),
     config=(
         *SIZES,

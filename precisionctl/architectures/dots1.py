@@ -30,6 +30,7 @@ def _after_the_first(config: Config, layers: int) -> list[bool]:
 
 ARCHITECTURE = Architecture(
     model_types={"dots1": "Dots1ForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder((*ATTENTION_NORM, *ATTENTION)),
     config=(
         *SIZES,

@@ -42,6 +42,7 @@ def _write_prediction(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"exaone_moe": "ExaoneMoeForCausalLM"},
+    behind={"gate": "experts"},
     rows=(
         *decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
         *prediction(*DENSE),

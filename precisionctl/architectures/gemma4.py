@@ -280,6 +280,7 @@ def _write_per_layer(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"gemma4_text": "Gemma4ForCausalLM"},
+    behind={"q_norm": "q_proj", "k_norm": "q_norm"},
     rows=model_rows(
         *ATTENTION_NORM,
         *only_in("windowed", _attention(_QKV)),

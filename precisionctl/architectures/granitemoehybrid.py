@@ -137,6 +137,7 @@ def _write_mixers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
+    behind={"self_attn": "shared_mlp"},
     rows=(
         *EMBEDDING,
         *renamed(_BLOCKS, _NAMES),

@@ -40,6 +40,7 @@ _OWN_NAMES = Either(
 
 ARCHITECTURE = Architecture(
     model_types={"kolibri1": "Kolibri1ForCausalLM"},
+    behind={"gate": "experts"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, *ROUTER, *SHARED_EXPERTS, *EXPERTS, _OWN_NAMES),
     config=(
         *SIZES_BESIDE_MLP,

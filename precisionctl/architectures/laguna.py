@@ -143,6 +143,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"laguna": "LagunaForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder(_ATTENTION, routing=_ROUTING),
     config=(
         *SIZES,

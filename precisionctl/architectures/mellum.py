@@ -57,6 +57,7 @@ def _write_prediction(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"mellum": "MellumForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*model_rows(*ATTENTION_NORM, *ATTENTION, *_MLPS), *prediction(*_MLPS)),
     config=(
         *SIZES,

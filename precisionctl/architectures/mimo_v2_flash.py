@@ -181,6 +181,7 @@ _READ = (*_HEADS, *_EXPERTS.keys, *KEYS, "rms_norm_eps", "layer_types", "sliding
 
 ARCHITECTURE = Architecture(
     model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*decoder(_ATTENTION, routing=(*ROUTER, *EXPERT_BIAS)), *_PREDICTION),
     config=(
         *SIZES,

@@ -226,6 +226,7 @@ _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron_h": "NemotronHForCausalLM"},
+    behind={"gate": "experts"},
     rows=(
         Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, second_is="in memory"),
         *_PREDICTION,

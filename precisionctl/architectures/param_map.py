@@ -9,7 +9,7 @@ as Megatron's hybrid layers are one block each, `{hf_layer}` is its number there
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -279,9 +279,10 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of
-    Megatron-Core, whose modules have all of them, whatever it computes with them; of Megatron-Bridge, with modules of
-    its own; or of this project, as neither has them all.
+    makes again by itself, as patterns with `{layer}`. `behind` are modules that the class defines at another place than
+    most do (`checkpoints/numbered_optimizer.py`), each directly behind another module. `names_by` is whose names the
+    rows have in Megatron: those of Megatron-Core, whose modules have all of them, whatever it computes with them; of
+    Megatron-Bridge, with modules of its own; or of this project, as neither has them all.
     """
 
     model_types: Mapping[str, str]
@@ -289,6 +290,7 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
+    behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
 
     def spelled(

@@ -56,6 +56,7 @@ EXPERT_KEYS: tuple[Entry, ...] = (*EXPERTS_OF_LAYERS, SCORES)
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
+    behind={"gate": "experts"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERTS),
     config=(
         *COMMON,

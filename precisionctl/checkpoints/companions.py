@@ -111,7 +111,7 @@ def needed(hints: Hints, own: Companions) -> Hints:
         return hints
     if without_tokenizer(own) and not without_tokenizer(given):
         code = tuple(sorted({*given.code, *own.code}))
-        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes))
+        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes, own.directory))
     return replace(hints, companions=None, towers=None)
 
 
@@ -140,7 +140,7 @@ def read_companions(directory: Path) -> Companions:
         files[name] = code.with_code(name, files[name])
     unknown = [path.name for path in there if kinds[path.name] is None and not path.is_dir()]
     notes = [f"Left behind, because nothing here knows what it is: {listed(unknown)}."] if unknown else []
-    return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes))
+    return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes), directory)
 
 
 def write_companions(directory: Path, companions: Companions) -> None:

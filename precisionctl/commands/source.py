@@ -174,7 +174,7 @@ def open_hinted(
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     own = reader.own_companions
     if companions and not architecture and without_tokenizer(own) and not without_tokenizer(companions):
-        configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
+        configs = [parse_json(one.files["config.json"], one.config_path) for one in (own, companions)]
         mine, theirs = (config.get("vocab_size") for config in configs)
         if None not in (mine, theirs) and mine != theirs:
             what = "the reference is of another model: its vocabulary has another size"
@@ -207,8 +207,8 @@ def open_hinted(
 
 def _check_same_model(reader: Reader, companions: Companions, reference: Path | None) -> None:
     """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
-    sides = ((reader.own_companions, reader.path), (companions, reference))
-    configs = [(parse_json(one.files["config.json"], where), where) for one, where in sides]
+    sides = ((one.files["config.json"], one.config_path) for one in (reader.own_companions, companions))
+    configs = [(parse_json(data, where), where) for data, where in sides]
     if configs[0][0] == configs[1][0]:
         return
     model, other = (read_model(config, where, reader.specs) for config, where in configs)
@@ -238,6 +238,6 @@ def _companions_of(reference: Path) -> Companions:
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
     """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
     read."""
-    config = parse_json(companions.files["config.json"], reference / "config.json")
+    config = parse_json(companions.files["config.json"], companions.config_path)
     has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

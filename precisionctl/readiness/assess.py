@@ -1,12 +1,11 @@
 """Assess a checkpoint: measure its weights, and judge them and what FP8 state has recorded of other roles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.chunks import BytesProgress, read_rows
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8.statistics import Statistics
@@ -16,9 +15,6 @@ from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 from precisionctl.sizes import counted, listed
 from precisionctl.untabled_model import UntabledModel
-
-BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""
 
 
 def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
