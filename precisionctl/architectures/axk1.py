@@ -30,7 +30,7 @@ _ROUTING: tuple[Row | Either, ...] = (
     *ROUTER,
     *_BIAS,
     *SHARED_EXPERTS,
-    Either(_NORM, renamed(_NORM, {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}), in_memory=True),
+    Either(_NORM, renamed(_NORM, {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}), second_is="in memory"),
 )
 
 ARCHITECTURE = Architecture(

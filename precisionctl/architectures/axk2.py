@@ -7,7 +7,8 @@ dense MLPs have no gate. Without a number there are no groups of experts. Rotary
 `qk_rope_head_dim` channels, whatever `head_dim` says.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, listed_layers, tied
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule, layers, tied
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.deepseek_keys import (
     SIGMOID,
     experts_by_list,

@@ -21,10 +21,10 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.lfm2 import CONVOLUTION, ENDING, NAMES
 from precisionctl.architectures.llama_rows import (
@@ -45,7 +45,7 @@ from precisionctl.model_shape import ModelShape
 _GATE = Either(
     only_in("attention", renamed(LINEAR_GATE, {".g_proj.": ".gate_proj."})),
     only_in("attention", LINEAR_GATE),
-    in_memory=True,
+    second_is="in memory",
 )
 
 _NAMES = {name: its for name, its in NAMES.items() if ".self_attn." not in name}
