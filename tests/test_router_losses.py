@@ -243,9 +243,8 @@ def test_megatron_s_arguments_turn_losses_on_before_config_json_does(args: dict[
 def described(config: dict[str, Any], family: str = "mixtral") -> Any:
     """What `balance_of` looks at of a checkpoint."""
     files = {"config.json": json.dumps({"model_type": "mixtral"} | config).encode()}
-    return SimpleNamespace(
-        model=pico.shape(family), layout="hf", companions=Companions(files, directory=Path("it")), path=None
-    )
+    companions = Companions(files, directory=Path("beside"))
+    return SimpleNamespace(model=pico.shape(family), layout="hf", companions=companions, path=Path("it"))
 
 
 def test_the_recipe_wins_key_by_key() -> None:
