@@ -57,7 +57,7 @@ class LoraConfig:
     dora: bool
     transposed: bool
     parameters: tuple[str, ...]
-    modules: "Modules"
+    modules: "AdaptedModules"
     base: str | None = None
 
     def scale(self, module: str, rank: int) -> float:
@@ -67,7 +67,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class Modules:
+class AdaptedModules:
     """Which modules peft adapts (peft 0.21, tuners/tuners_utils.py, check_target_module_exists). It ignores the tensors
     of others when it loads an adapter.
 
@@ -185,7 +185,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
 
-def _read_modules(config: Mapping[str, Any], path: Path) -> Modules:
+def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
     said: dict[str, list[str] | str | None] = {}
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
         value = config.get(key)
@@ -199,7 +199,7 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> Modules:
     if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
         what = f"layers_to_transform is {shown(layers)}, neither a layer's number nor a list of them"
         raise DamagedCheckpoint(what, where=path)
-    return Modules(
+    return AdaptedModules(
         targets=frozenset(targets) if isinstance(targets, list) else None,
         excluded=frozenset(excluded) if isinstance(excluded, list) else frozenset(),
         saved=frozenset(saved),

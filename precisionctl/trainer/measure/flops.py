@@ -145,7 +145,7 @@ def per_layer_input(model: ModelShape) -> int:
 
 def gated_norms(model: ModelShape, layer: int) -> int:
     """The number of weights in the gates of a layer's norms."""
-    return 2 * model.hidden_size * (model.gated_norm_rank or 0) * (1 + model.has_experts(layer))
+    return 2 * model.hidden_size * (model.norm_gate_rank or 0) * (1 + model.has_experts(layer))
 
 
 def indexer(model: ModelShape) -> int:
