@@ -33,7 +33,7 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.engines.serving import FUSED, HEADS_EVENLY, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Quantization, QuantMethod, Scheme, in_fp8
@@ -134,18 +134,15 @@ class Engine:
         config: Mapping[str, Any],
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
-        ranks: int = 1,
+        served: ServingLayout | None = None,
         hf_quant_config: Mapping[str, Any] | None = None,
-        *,
-        expert_parallel: bool = False,
     ) -> list[Finding]:
-        """Every rule that a directory breaks if the engine serves it on `ranks` GPUs, with experts whole if
-        `expert_parallel`. `config` is config.json, `specs` are all stored tensors, scales included, `read` returns a
-        scale's value by its name, and `hf_quant_config` is the content of hf_quant_config.json, if there is one."""
-        served = ServingLayout.of(config, ranks, expert_parallel=expert_parallel)
+        """Every rule that a directory breaks if the engine serves it as `served` says (None: on one GPU). `config` is
+        config.json, `specs` are all stored tensors, scales included, `read` returns a scale's value by its name, and
+        `hf_quant_config` is the content of hf_quant_config.json, if there is one."""
         try:
             with in_time():
-                return self._findings(config, specs, read, served, hf_quant_config)
+                return self._findings(config, specs, read, served or ServingLayout.of(config), hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 
@@ -178,7 +175,8 @@ class Engine:
         )
         fused = (*FUSED, LATENT) if self.fuses else ()
         floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
-        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
+        divided = {} if served.uneven else codes
+        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in divided.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *always,
@@ -186,6 +184,7 @@ class Engine:
             *wrong_scales(found, self.scales),
             *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
+            *served.unknown(codes),
             *wrongly_ignored(
                 found,
                 self.ignores.get((method.name, scheme)) or self.ignores[method.name],
@@ -245,8 +244,10 @@ class Engine:
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
     def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
-        """Why the engine does not deal out the experts of a model with these tensors whole, as a finding: there are
-        none, or the GPUs do not divide their number."""
+        """Why the engine does not divide a model with these tensors among GPUs, as a finding: they do not divide its
+        heads; or its experts are to be dealt out whole, and there are none, or the GPUs do not divide their number."""
+        if served.uneven:
+            return [Finding("config.json", served.uneven, HEADS_EVENLY)]
         if self.spreads is None or not served.expert_parallel:
             return []
         names = list(names)
