@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
-from precisionctl.quant_methods.base import CHANNEL, SQUARE, Block
+from precisionctl.quant_methods.base import SQUARE, Block
 
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Fused in DeepSeek's attention. The second has 576 rows, not a multiple of 128; all engines but transformers serve it.
@@ -66,7 +66,8 @@ class Part(NamedTuple):
 class Cut:
     """How GPUs divide a linear's stored weight: along its `outputs`, of which `parts` are divided one by one, along its
     `inputs`, or not at all (`nothing`): each has all of it. `transposed` is one that is stored as `[in, out]`.
-    `by_row`: the engine looks up each row's place itself, and finds no scales but those of rows."""
+    `by_row`: rows that all GPUs need stand among others, and engines look for the place of each in scales too (vLLM's
+    mamba_v2_sharded_weight_loader)."""
 
     along: Literal["outputs", "inputs", "nothing"]
     parts: tuple[Part, ...] = (Part(1),)
@@ -178,9 +179,9 @@ class ServingLayout:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         if spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
-        if cut.by_row and self.ranks > 1 and block != CHANNEL:
-            return f"shape {shape}, with rows that all GPUs have: their scales are found only where each row has one"
         high, wide = block
+        if cut.by_row and self.ranks > 1 and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
+            return f"shape {shape}, of rows that are found only in codes of one byte with a scale for each row"
         if high is None or wide is None:  # no scale is cut with the inputs
             return None
         if columns % wide:

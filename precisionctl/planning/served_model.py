@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Row, filled
 from precisionctl.architectures.read_off import TensorRow
-from precisionctl.architectures.rearrangements import BY_HEAD, Transposed
+from precisionctl.architectures.rearrangements import BY_HEAD, SAME, Transposed
 from precisionctl.engines.serving import WHOLE, Cut, HeadCounts, Part, ServingLayout
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import MIXER_PARTS, TensorSpec
@@ -79,9 +79,11 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
     if parallel.kind == "columns":
         return [Cut("inputs", transposed=transposed)]
     sizes = [shape[transposed] for shape in row.shapes(model, "hf")]
-    if row.rearrangement is BY_HEAD:  # what belongs to a key head stays together
+    of_qkv = row.sizes[0] == "qkv_size"
+    by_head = of_qkv and row.rearrangement is SAME and model.num_query_groups == model.num_attention_heads
+    if by_head or row.rearrangement is BY_HEAD:  # all that belongs to a head stands together
         return [Cut("outputs")] * len(sizes)
-    parts = _parts_of_qkv(row, model, sizes) if row.sizes[0] == "qkv_size" else _parts(row, model)
+    parts = _parts_of_qkv(row, model, sizes) if of_qkv else _parts(row, model)
     by_row = _is_of_one_group(row, model)
     return [Cut("outputs", tuple(each), transposed, by_row) for each in _by_tensor(parts, sizes)]
 
