@@ -17,6 +17,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.commands.target_rules import check_target
 from precisionctl.conversion.command import execute
+from precisionctl.engines.base import engines
 from precisionctl.engines.serving import Cut, ServingLayout
 from precisionctl.errors import PrecisionError
 from precisionctl.model_shape import ModelShape
@@ -188,7 +189,7 @@ def test_the_part_of_a_gpu_has_whole_heads() -> None:
     assert found.share(weight.rows, 64, 4) == ([weight.rows // model.num_query_groups], 64)
 
 
-def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows(exported: Callable[..., Path]) -> None:
+def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -> None:
     """vLLM's mamba_v2_sharded_weight_loader copies rows of weight_scale; of one number it takes the slice of a rank."""
     model = model_of("granite-hybrid", mamba_n_groups=1)
     found, weight = cut(model, "in_proj")
@@ -201,6 +202,9 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows(exp
     for block in (TENSOR, SQUARE):
         assert "scale for each row" in str(layout.refusal(name, weight, block, "last"))
     assert layout.uneven is None
+    shared = {name: engine.check_groups(layout) for name, engine in engines().items()}
+    assert [name for name, found in shared.items() if found] == ["sglang"]  # MambaMixer2 asserts it
+    assert not engines()["sglang"].check_groups(served(model, coded(model), 1))
     of_two = served(model_of("granite-hybrid", mamba_n_groups=2), {}, 4)
     assert of_two.uneven == "2 groups of mixers on 4 GPUs"
 

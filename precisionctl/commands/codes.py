@@ -82,7 +82,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
         raise model.why
     layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
-    if found := engine.check_spread(source.plan.targets, layout):
+    if found := engine.check_spread(source.plan.targets, layout) or engine.check_groups(layout):
         raise PrecisionError(
             f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
             where=found[0].where,

@@ -80,7 +80,8 @@ class Engine:
 
     How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_experts` if
     these get experts whole, `on_cache` for an FP8 cache. `spreads` is what it then asks of a model's experts, and
-    `evenly` whether each GPU must get as many."""
+    `evenly` whether each GPU must get as many. `whole_groups` says that GPUs share no group of a mixer in a directory
+    of codes."""
 
     name: str
     title: str
@@ -109,6 +110,7 @@ class Engine:
     on_cache: str
     spreads: EngineRule | None = None
     evenly: bool = False
+    whole_groups: EngineRule | None = None
     bf16_scales: frozenset[str] = frozenset()
     renames: bool = False
     loads_own_classes: bool = False
@@ -185,6 +187,7 @@ class Engine:
             *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
             *served.unknown(codes),
+            *self.check_groups(served),
             *wrongly_ignored(
                 found,
                 self.ignores.get((method.name, scheme)) or self.ignores[method.name],
@@ -257,6 +260,12 @@ class Engine:
         uneven = ((module, count) for (module, _), count in counts.items() if self.evenly and count % served.ranks)
         what = "{} experts on {} GPUs"
         return [Finding(module, what.format(count, served.ranks), self.spreads) for module, count in islice(uneven, 1)]
+
+    def check_groups(self, served: ServingLayout) -> list[Finding]:
+        """That GPUs would share a mixer's only group, where the engine does not let them beside codes, as a finding."""
+        if self.whole_groups is None or not served.shares_rows:
+            return []
+        return [Finding("config.json", f"mixers of one group on {served.ranks} GPUs", self.whole_groups)]
 
     def check_stacked(self, names: Iterable[str], method: str, model_type: object) -> list[Finding]:
         """The first of these tensors whose form the engine does not load beside codes, as a finding: experts of a layer
