@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import pico
 import pytest
+import tiny_wrappers
 import torch
 from transformers import AutoConfig
 
@@ -207,6 +208,19 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -
     assert not engines()["sglang"].check_groups(served(model, coded(model), 1))
     of_two = served(model_of("granite-hybrid", mamba_n_groups=2), {}, 4)
     assert of_two.uneven == "2 groups of mixers on 4 GPUs"
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_5"])
+def test_the_text_model_of_a_wrapper_is_cut_as_ever_and_its_towers_are_not_known(tmp_path: Path, kind: str) -> None:
+    tiny_wrappers.save(tmp_path, kind, dtype=torch.bfloat16)
+    reader = open_checkpoint(tmp_path)
+    layout = served(reader.model, reader.specs, 2)
+    found = {name: cut.along for name, cut in (layout.cuts or {}).items()}
+    assert reader.model.wrapper
+    assert any(name.endswith("mlp.down_proj.weight") and along == "inputs" for name, along in found.items())
+    text = {name for name in reader.specs if reader.model.wrapper.is_text(name)}
+    assert found.keys() & reader.specs.keys() <= text and layout.unknown(reader.specs.keys() - text)
+    assert not any(name.endswith(("in_proj_a.weight", "in_proj_b.weight")) for name in found)  # stay values
 
 
 def test_how_a_model_without_a_table_is_divided_is_told_by_names_and_what_is_not_known_is_said() -> None:
