@@ -12,7 +12,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", 
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
-SoftplusGate = Literal["per-head", "per-element"]
+LinearGate = Literal["sigmoid per head", "softplus per head", "softplus per element"]
+"""What becomes of a number that a gate makes, and what it is for: a head, or one of its channels."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class ModelFields:
     """Attention and MLP read the same hidden states."""
     shared_layernorm: bool = False
     """... through one norm."""
+    gated_norm_rank: int | None = None
+    """What norms before attention and experts give is multiplied by the sigmoid of what an MLP of so many channels, by
+    SiLU, makes of it."""
     residual_multiplier: float = 1.0
     """What attention and MLP give is multiplied by this, after their norms, and added."""
     layer_scalar: bool = False
@@ -98,9 +102,8 @@ class ModelFields:
     """Sinks: each head has the score of one more key, whose value is zero."""
     attention_output_gate: bool = False
     """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
-    softplus_gate: SoftplusGate | None = None
-    """What heads give is multiplied by the softplus of what a projection of its own makes: a number for each head, or
-    for each of its channels."""
+    linear_gate: LinearGate | None = None
+    """What heads give is multiplied by what a projection of its own makes of the hidden states, through this."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to this as they are projected."""
     qk_layernorm: bool = False
@@ -124,13 +127,16 @@ class ModelFields:
     """So many last layers have queries alone, and read the keys and values of an earlier one (`kv_layer`)."""
     use_double_wide_mlp: bool = False
     """The MLPs of these layers have twice the channels."""
-    unused_kv: bool = False
-    """Their key and value projections, which nothing reads, are stored all the same."""
+    unused: bool = False
+    """What nothing reads is stored all the same: their key and value projections, or of a model with
+    `moe.post_layernorm` such norms of dense layers."""
 
     # Embeddings and logits
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
     """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
+    embedding_norm: bool = False
+    """They are normalised by an RMSNorm without weights."""
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
@@ -143,6 +149,8 @@ class ModelFields:
     proj_bias: bool = False
     mlp_bias: bool = False
     output_bias: bool = False
+    hf_expert_bias: bool = True
+    """Hugging Face has the bias that chooses experts, where Megatron has one."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
 

@@ -55,7 +55,8 @@ class MoE:
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The
     router's, an RMSNorm, has no weights: a vector and `hidden_size` to the power -1/2 multiply what it gives. The
-    weight of an expert for a token is multiplied by a number of that expert.
+    weight of an expert for a token is multiplied by a number of that expert. With `post_layernorm` (A.X K1) what routed
+    and shared experts give together is normalised, in a model without norms of what blocks give.
     """
 
     num_experts: int
@@ -79,6 +80,7 @@ class MoE:
     latent_size: int | None = None
     n_hash_layers: int = 0
     expert_bias_on_logits: bool = False
+    post_layernorm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -123,19 +125,19 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step. With an `output_gate` (Ling 3) what a head gives is multiplied by the sigmoid of a number
-    that a projection of its own makes for it."""
+    projected in one step. With a `query_gate` (A.X K2) one projection makes queries and the gates of what heads
+    give, whose sigmoids multiply its channels; it reads the latent of queries normalised, and as it is."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
-    output_gate: bool = False
+    query_gate: bool = False
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if name != "output_gate" and (name, size) != ("q_lora_rank", None):
+            if name != "query_gate" and (name, size) != ("q_lora_rank", None):
                 check_size(size, name)
         if self.qk_pos_emb_head_dim % 2:
             raise DamagedCheckpoint(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}, of which no pairs are made")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model_fields import Activation, ModelFields, SoftplusGate
+from precisionctl.model_fields import Activation, LinearGate, ModelFields
 from precisionctl.model_parts import LARGEST, MOST_LAYERS, check_count, check_size, real
 
 
@@ -24,6 +24,7 @@ class ModelShape(ModelFields):
             "query_scaling_floor",
             "per_layer_embed_dim",
             "v_head_dim",
+            "gated_norm_rank",
         )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)
@@ -35,7 +36,7 @@ class ModelShape(ModelFields):
         for field in _REALS:
             if getattr(self, field) is not None:
                 real(getattr(self, field), field)
-        for field, known in (("activation", get_args(Activation)), ("softplus_gate", (None, *get_args(SoftplusGate)))):
+        for field, known in (("activation", get_args(Activation)), ("linear_gate", (None, *get_args(LinearGate)))):
             if getattr(self, field) not in known:
                 raise DamagedCheckpoint(f"{field} is {shown(getattr(self, field))}")
         if not self.norm_weight and not self.zero_centered_gamma:
@@ -137,10 +138,21 @@ class ModelShape(ModelFields):
         return self.num_attention_heads * head
 
     @property
+    def query_up_size(self) -> int:
+        """Rows of the projection that makes queries of their latent, and gates where it does."""
+        return self.query_size + (self.projection_size if self.mla and self.mla.query_gate else 0)
+
+    @property
+    def query_up_inputs(self) -> int:
+        """Its input width."""
+        return (1 + self.mla.query_gate) * (self.mla.q_lora_rank or 0) if self.mla else 0
+
+    @property
     def gate_size(self) -> int:
-        """Rows of the projection that makes softplus gates."""
-        by_head = {None: 0, "per-head": 1, "per-element": self.value_channels}
-        return self.num_attention_heads * by_head[self.softplus_gate]
+        """Rows of the projection that makes a `linear_gate`."""
+        if self.linear_gate is None:
+            return 0
+        return self.projection_size if self.linear_gate == "softplus per element" else self.num_attention_heads
 
     @property
     def key_size(self) -> int:
@@ -261,7 +273,7 @@ class ModelShape(ModelFields):
     @property
     def fused_input_layernorm(self) -> bool:
         """Whether the norm before grouped attention is part of linear_qkv: not where a gate or mixer reads it too."""
-        return self.fused_layernorms and self.softplus_gate is None and not self.parallel_mixers
+        return self.fused_layernorms and self.linear_gate is None and not self.parallel_mixers
 
     @property
     def parallel_mixers(self) -> bool:
@@ -312,11 +324,6 @@ class ModelShape(ModelFields):
     def original_context(self) -> int:
         """The length of the context before rotary embeddings were scaled; 0 where none is said."""
         return int((self.rope_scaling or {}).get("original_max_position_embeddings") or 0)
-
-    @property
-    def output_gate_of_heads(self) -> bool:
-        """Whether latent attention has an output gate."""
-        return self.mla is not None and self.mla.output_gate
 
     @property
     def query_direct(self) -> bool:

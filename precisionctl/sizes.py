@@ -1,4 +1,6 @@
-"""Numbers in words: of bytes, and of things."""
+"""Numbers in words: of bytes, and of things; and lists of them."""
+
+from collections.abc import Iterable
 
 
 def size(count: float) -> str:
@@ -13,3 +15,9 @@ def size(count: float) -> str:
 def counted(count: int, one: str, several: str = "") -> str:
     """A number of things for people: `1 tensor`, `1,200 tensors`; `several` where that is not `one` with an s."""
     return f"{count:,} {one if count == 1 else several or f'{one}s'}"
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names for people, 100 letters of each: `a, b and 3 more`."""
+    every = [name[:100] for name in names]
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

@@ -107,7 +107,7 @@ def both_gradients(theirs: PreTrainedModel, ours: GPT) -> Iterator[tuple[str, Te
     """Of every parameter that GPT trains, and transformers has: its name, ours, and transformers' in Megatron's layout.
     What only one of the two trains fails."""
     expected, left = dict(theirs.named_parameters()), dict(ours.named_parameters())
-    for row in architecture_of(ours.model.architecture).spelled({}, ours.model, in_memory=True):
+    for row in architecture_of(ours.model.architecture).spelled({}, ours.model, naming="in memory"):
         for place in row.places(ours.model) if row.present.in_layout("hf", ours.model) else ():
             (name,) = names(row, "megatron", place)
             parameter = left.pop(name)

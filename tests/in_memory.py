@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.architectures.families import to_hf_config
+from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.chunks import Chunk, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
@@ -82,9 +83,9 @@ def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMem
     return made
 
 
-def to_hf(reader: Reader, *, respelled: bool = False, dtype: DType | None = None) -> InMemory:
+def to_hf(reader: Reader, *, naming: Naming = "as stored", dtype: DType | None = None) -> InMemory:
     """The same model in Hugging Face's layout; what nothing writes stays NaN, or of integers -1."""
-    plan = make_plan(reader, "hf", respelled=respelled, dtype=dtype)
+    plan = make_plan(reader, "hf", naming=naming, dtype=dtype)
 
     def unwritten(spec: TensorSpec) -> Tensor:
         empty = torch.empty(spec.shape, dtype=spec.dtype.torch)
@@ -120,7 +121,7 @@ def export(
 ) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
-    values = make_plan(source, "hf", dtype=DType.bfloat16, respelled=True)
+    values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
     refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=served(values.model, values.targets))
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()

@@ -120,6 +120,45 @@ def _unsaid(key: str) -> Callable[[Tensors, Quantization], None]:
     return lambda tensors, quantization: quantization.pop(key)
 
 
+def _unlisted_head(tensors: Tensors, quantization: Quantization) -> None:
+    quantization["ignore"] = [entry for entry in quantization["ignore"] if "head" not in entry]
+
+
+def _two_kinds(*targets: str, swapped: bool = False) -> Callable[[Tensors, Quantization], None]:
+    """Attention as it was, with scales of channels, MLPs with one for a weight and one for its input; in groups with
+    these targets, `swapped` if the first is of MLPs."""
+
+    def change(tensors: Tensors, quantization: Quantization) -> None:
+        for name in [name for name in tensors if ".mlp." in name and name.endswith(".weight")]:
+            module = name.removesuffix(".weight")
+            values = tensors[name].float() * tensors[f"{module}.weight_scale"]
+            tensors[name] = (values * 1024).to(torch.float8_e4m3fn)
+            tensors[f"{module}.weight_scale"] = torch.tensor([1 / 1024])
+            tensors[f"{module}.input_scale"] = torch.tensor([2.0**-6])
+        (channels,) = quantization["config_groups"].values()
+        tensor = {key: each | {"strategy": "tensor", "dynamic": False} for key, each in channels.items() if "_" in key}
+        tensor["weights"] = channels["weights"] | {"strategy": "tensor"}
+        kinds = (tensor, channels) if swapped else (channels, tensor)
+        groups = zip(targets, kinds, strict=True)
+        quantization["config_groups"] = {target: kind | {"targets": [target]} for target, kind in groups}
+
+    return change
+
+
+def _layers_by(*attention: str) -> Callable[[Tensors, Quantization], None]:
+    """What ModelOpt says of layers of several algorithms: a name for each linear of MLPs, and these of attention."""
+
+    def change(tensors: Tensors, quantization: Quantization) -> None:
+        coded = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
+        named = [name for name in coded if ".mlp." in name]
+        named += [f"model.layers.{layer}.self_attn{each}" for layer in range(2) for each in attention]
+        del quantization["config_groups"]
+        layers = {name: {"quant_algo": "FP8"} for name in sorted(named)}
+        quantization |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": []}
+
+    return change
+
+
 NOT = "modules_to_not_convert"
 CHANGES = {
     "fp8 per tensor under the names of vLLM": Changed("compressed-tensors", "static", _per_tensor),
@@ -143,5 +182,22 @@ CHANGES = {
     "some of a fused group left out": Changed(
         "compressed-tensors", "dynamic", _left_out(r".*\.1\..*k_proj", "model.layers.1.self_attn.k_proj")
     ),
+    "a head that no list names": Changed("compressed-tensors", "dynamic", _unlisted_head),
+    "a head that no list of ModelOpt names": Changed("modelopt", "static", _unlisted_head),
+    "several kinds": Changed("compressed-tensors", "dynamic", _two_kinds("re:.*self_attn.*", "re:.*mlp.*")),
+    "several kinds under the names of the others": Changed(
+        "compressed-tensors", "dynamic", _two_kinds("re:.*self_attn.*", "re:.*mlp.*", swapped=True)
+    ),
+    "several kinds of which one is all that is left": Changed(
+        "compressed-tensors", "dynamic", _two_kinds("re:.*self_attn.*", "Linear")
+    ),
+    "several kinds under the names of parts": Changed(
+        "compressed-tensors", "dynamic", _two_kinds(r"re:.*\.(q|k|v|o)_proj$", "Linear")
+    ),
+    "several kinds of which two patterns mean one": Changed(
+        "compressed-tensors", "dynamic", _two_kinds("re:.*self_attn.*", "re:.*layers.*")
+    ),
+    "layers of ModelOpt by name": Changed("modelopt", "static", _layers_by(".q_proj", ".k_proj", ".v_proj", ".o_proj")),
+    "layers of ModelOpt by a path": Changed("modelopt", "static", _layers_by("")),
 }
 """What the checker and the engines have to agree about, beside what we write."""

@@ -443,6 +443,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
         "mlp_layer_types": ["dense", "sparse", "dense"],
     },
+    "axk1": {
+        "model_type": "axk1",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "axk2": {
+        "model_type": "axk2",
+        **_INDEXED,
+        "gated_norm_rank": 8,
+        "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+    },
+    "nanochat": {"model_type": "nanochat"},
     "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",
@@ -522,6 +536,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },
+    "lfm3-plain": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "head_dim": 16,
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+        "tie_word_embeddings": False,
     },
     "falcon-h1": {
         **_FALCON_H1,

@@ -114,7 +114,7 @@ def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: st
 @pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [Q], ".*q_proj", "all-linear", None])
 def test_targets_are_the_ends_of_names_and_expressions_are_not_evaluated(tmp_path: Path, targets: object) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64), target_modules=targets)
-    assert lora_config.read_lora_config(made).names(Q)
+    assert Q in lora_config.read_lora_config(made).modules
 
 
 @pytest.mark.parametrize("pattern", [r"\d+.\d+.\d+.[XY]", "{number}name"])
@@ -380,7 +380,22 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "a module that is no target": (
         {"target_modules": ["v_proj", "0.k_proj"]},
         lambda: linear(Q, 64, 64),
-        rf"`{Q}` is none of target_modules",
+        rf"`{Q}` is no module that adapter_config.json says to adapt",
+    ),
+    "a module that is left out": (
+        {"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]},
+        lambda: linear(Q, 64, 64),
+        rf"`{Q}` is no module that adapter_config.json says to adapt",
+    ),
+    "a layer that is left out": (
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        lambda: linear(Q, 64, 64),
+        rf"`{Q}` is no module that adapter_config.json says to adapt",
+    ),
+    "layers that are no numbers": (
+        {"target_modules": ["q_proj"], "layers_to_transform": ["0"]},
+        lambda: linear(Q, 64, 64),
+        r"layers_to_transform is \['0'\]",
     ),
     "targets that are no names": ({"target_modules": [1]}, lambda: linear(Q, 64, 64), r"target_modules is \[1\]"),
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),

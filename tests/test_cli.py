@@ -536,6 +536,19 @@ def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_dry_run_on_a_disk_too_full_to_be_measured_shows_the_plan_without_a_time(tmp_path, monkeypatch, code):
+    pico.save(tmp_path / "hf")
+
+    def full(_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", full)
+    convert = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--dry-run", "--json")
+    plan = json.loads(run(*convert).stdout)
+    assert plan["estimate"]["seconds"] is None and plan["estimate"]["memory"] > 0
+
+
 def test_a_refusal_for_lack_of_room_leaves_nothing_and_takes_nothing_away(tmp_path, monkeypatch):
     pico.save(tmp_path / "hf")
     convert = ("convert", tmp_path / "hf", tmp_path / "new" / "out", "--to", "megatron")
@@ -628,6 +641,19 @@ def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
     result = run(*arguments)
     assert result.exit_code == 2
     assert "either" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["verify", ".", "--target", "vllm", "--fp8"], "--fp8"),
+        (["eval", ".", "--tasks", "x", "--sequence-length", "1024"], "--sequence-length"),
+        (["inspect", ".", "--workers", "2"], "--workers"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_wrong_usage(arguments, option):
+    result = run(*arguments)
+    assert result.exit_code == 2 and option in result.stderr
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("50 kB", 50_000), ("1.5M", 1_500_000), ("7", 7)])

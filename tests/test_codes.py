@@ -15,6 +15,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.verify import hf_tensors
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
+from precisionctl.verify.hf_tensors import HfTensors
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(
@@ -23,8 +24,8 @@ SPELLINGS = pytest.mark.parametrize(
 
 
 def compared(a: Path, b: Path | None) -> dict[str, CodesComparison]:
-    readers = open_checkpoint(a), open_checkpoint(b) if b else None
-    return {weight.name: weight for weight in compare_codes(*readers)}
+    sides = HfTensors(open_checkpoint(a)), HfTensors(open_checkpoint(b)) if b else None
+    return {weight.name: weight for weight in compare_codes(*sides)}
 
 
 @SPELLINGS

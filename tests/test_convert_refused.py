@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed_files
 import pico
 import pytest
 import torch
 from conversions import run, tree
 from safetensors.torch import load_file, save_file
 
+from precisionctl.checkpoints.base import Hints
+from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import source
 from precisionctl.commands.plan_command import plan_command
@@ -113,6 +116,26 @@ def test_weights_without_a_config_take_that_of_a_reference(tmp_path: Path) -> No
     (tmp_path / "other" / "config.json").write_text(json.dumps({**said, "num_attention_heads": "four"}))
     with pytest.raises(DamagedCheckpoint, match="num_attention_heads is 'four'.*other/config.json"):
         run(tmp_path / "weights", tmp_path / "out", "megatron", reference=tmp_path / "other")
+
+
+def test_an_error_names_the_config_json_that_was_read(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    states = deepspeed_files.states_of(load_file(tmp_path / "hf" / "model.safetensors"))
+    deepspeed_files.save_universal(tmp_path / "alone", states)
+    shutil.copytree(tmp_path / "alone", tmp_path / "run" / "global_step4_universal")
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    for inside in (tmp_path / "megatron").rglob("config.json"):
+        inside.unlink()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["hidden_size"]
+    for place in ("hf", "run"):
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DamagedCheckpoint, match=r"no `hidden_size` \(\S*/run/config.json\)"):
+        _ = open_checkpoint(tmp_path / "run" / "global_step4_universal").model
+    hints = Hints(companions=read_companions(tmp_path / "hf"))
+    for name in ("alone", "megatron"):
+        with pytest.raises(DamagedCheckpoint, match=r"no `hidden_size` \(\S*/hf/config.json\)"):
+            _ = open_checkpoint(tmp_path / name, hints=hints).model
 
 
 def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -278,14 +301,14 @@ def test_of_a_config_with_too_few_layers_that_is_said_and_not_that_a_table_lacks
     config(tmp_path / "hf", num_hidden_layers=2)
     with pytest.raises(UnmappedTensor) as refused:
         run(tmp_path / "hf", tmp_path / "out", "megatron")
-    told = "config.json says 2 layers `model.layers.*`, and 9 tensors are of later ones"
+    told = "by config.json there are 2 layers `model.layers.*`, and 9 tensors are of later ones"
     assert told in refused.value.do and "architectures" not in refused.value.do
     config(tmp_path / "hf", num_hidden_layers=3)
     add_tensor(tmp_path / "hf")  # of no later layer
     with pytest.raises(UnmappedTensor) as refused:
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     first, _, last = refused.value.do.partition("? ")
-    assert first.endswith("does it leave out a part of this one") and "precisionctl/architectures/" in last
+    assert first.endswith("or a part of this one") and "precisionctl/architectures/" in last
 
 
 @pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command_line import run
 from conversations import CONVERSATION, MARKING_TEMPLATE, tokenizer, write_rows
+from transformers import AutoTokenizer
 
 from precisionctl.errors import DataError, OutputError
 from precisionctl.tokens.tokenizer import Tokenizer
@@ -124,6 +125,17 @@ def test_a_killed_command_goes_on_and_makes_the_same_bytes(
     made(place, "parts")
     assert bytes_of(place, "parts") == bytes_of(place, "whole") and not (place / "parts.partial").exists()
     assert after < 9 or 99 - left.calls < 7  # of 14 batches
+
+
+def test_a_tokenizer_alone_may_be_gpt_2s_two_files(place: Path) -> None:
+    for file in (place / "words").iterdir():
+        file.unlink()
+    (place / "words" / "config.json").write_text('{"model_type": "gpt2"}')
+    letters = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "Ġ": 5, "<|endoftext|>": 6}
+    (place / "words" / "vocab.json").write_text(json.dumps(letters))
+    (place / "words" / "merges.txt").write_text("#version: 0.2\n")
+    theirs = AutoTokenizer.from_pretrained(place / "words")
+    assert made(place, "x").tokens == sum(len(theirs.encode(text)) + 1 for text in TEXTS)  # each with its end
 
 
 def test_a_signal_stops_it_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pico
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from trained_models import adamw, config_of, save, states, train, trained
@@ -96,6 +97,17 @@ def test_names_and_shapes_are_those_that_the_class_has_in_memory(tmp_path: Path,
     assert isinstance(writer, dcp_writer.DcpWriter)
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in writer.placement.stored.items()} == expected
+
+
+def test_names_of_the_first_gpt_2_become_those_that_the_class_has_in_memory(tmp_path: Path) -> None:
+    """The Hub's has no `transformer.` before its names."""
+    model = pico.save(tmp_path / "hf", "gpt2")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({name.removeprefix("transformer."): values for name, values in load_file(file).items()}, file)
+    conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container="dcp", verify=True)
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_bytes_do_not_depend_on_workers_and_large_tensors_are_cut(

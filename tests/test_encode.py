@@ -28,7 +28,7 @@ from precisionctl.quant_methods.base import quant_methods
 
 
 def values_of(reader: HuggingFaceReader) -> Plan:
-    return make_plan(reader, "hf", dtype=DType.bfloat16, respelled=True)
+    return make_plan(reader, "hf", dtype=DType.bfloat16, naming="as saved")
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "as before"])

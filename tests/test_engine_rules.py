@@ -164,11 +164,37 @@ def two_groups(*targets):
     return made.saying(config_groups=groups)
 
 
+def two_kinds(*targets, swapped=False):
+    """Attention with scales of channels, MLPs with those of tensors, in groups with these targets."""
+    made, static = ct("dynamic"), ct()
+    of_mlp = {name: spec for name, spec in static.specs.items() if ".mlp." in name}
+    made.specs = {name: spec for name, spec in made.specs.items() if ".mlp." not in name} | of_mlp
+    groups = [each.quantization["config_groups"]["group_0"] for each in (made, static)]
+    groups = groups[::-1] if swapped else groups
+    both = {target: group | {"targets": [target]} for target, group in zip(targets, groups, strict=True)}
+    return made.saying(config_groups=both)
+
+
+def mixed_modelopt(*, attention):
+    """Attention and MLPs in FP8, as `quantized_layers` says of each linear, or of all attention's by a path."""
+    made = Made("modelopt", "static")
+    layers = {module: {"quant_algo": "FP8"} for module in LINEARS if ".mlp." in module}
+    layers |= {module: {"quant_algo": "FP8"} for module in (attention or [m for m in LINEARS if "self_attn" in m])}
+    return made.saying(quant_algo="MIXED_PRECISION", quantized_layers=layers, ignore=[])
+
+
 def modelopt_twice(**other):
     made = Made("modelopt", "static")
     nested = {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model.embed_tokens"]}
     made.beside = {"quantization": nested | other}
     return made
+
+
+def with_coded_head(made, *target):
+    made.having("lm_head.weight", (512, 256), CODES).having("lm_head.weight_scale", (512, 1))
+    (group,) = made.quantization["config_groups"].values()
+    group["targets"] = ["Linear", *target]
+    return made.saying(ignore=["model.embed_tokens"])
 
 
 def reshaped(made, name, *shape):
@@ -238,6 +264,25 @@ CASES = {
     ),
     "several groups by class": (lambda: two_groups("Linear", "LlamaAttention"), {"tensorrt-llm"}, set()),
     "several groups by name": (lambda: two_groups("re:.*self_attn.*", "re:.*mlp.*"), set(), set()),
+    "several kinds by name": (lambda: two_kinds("re:.*self_attn.*", "re:.*mlp.*"), {"tensorrt-llm"}, set()),
+    "several kinds, those of the other": (
+        lambda: two_kinds("re:.*self_attn.*", "re:.*mlp.*", swapped=True),
+        EVERYONE,
+        set(),
+    ),
+    "several kinds, a class for the rest": (lambda: two_kinds("re:.*self_attn.*", "Linear"), {"tensorrt-llm"}, set()),
+    "several kinds, fused linears by the names of their parts": (
+        lambda: two_kinds(r"re:.*\.(q|k|v|o)_proj$", "Linear"),
+        {"sglang", "tensorrt-llm"},
+        set(),
+    ),
+    "several kinds, of which two expressions mean one": (
+        lambda: two_kinds("re:.*self_attn.*", "re:.*layers.*"),
+        {"transformers", "tensorrt-llm"},  # transformers has them in the order of the alphabet
+        set(),
+    ),
+    "ModelOpt's layers by name": (lambda: mixed_modelopt(attention=None), {"transformers"}, set()),
+    "ModelOpt's layers by a path": (lambda: mixed_modelopt(attention=[f"{LAYER}.self_attn"]), EVERYONE, set()),
     "ModelOpt's files agree": (modelopt_twice, {"transformers"}, set()),
     "ModelOpt's files name other algorithms": (
         lambda: modelopt_twice(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
@@ -295,6 +340,22 @@ CASES = {
     "codes that a shorter name leaves out": (
         lambda: ct("dynamic").saying(ignore=["lm_head", "re:.*mlp.*"]),
         EVERYONE,
+        set(),
+    ),
+    "a head that no list names": (
+        lambda: ct("dynamic").saying(ignore=["model.embed_tokens"]),
+        {"transformers", "tensorrt-llm"},
+        set(),
+    ),
+    "a head that no list names, in ModelOpt": (
+        lambda: Made("modelopt", "static").saying(ignore=["model.embed_tokens"]),
+        EVERYONE,
+        set(),
+    ),
+    "a head in codes": (lambda: with_coded_head(ct("dynamic")), {"vllm", "sglang"}, set()),
+    "a head in codes, which a target names": (
+        lambda: with_coded_head(ct("dynamic"), "re:.*lm_head"),
+        set(),
         set(),
     ),
     "a router that is not left out": (lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]), EVERYONE, set()),

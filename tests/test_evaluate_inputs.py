@@ -116,7 +116,7 @@ LAYER = "model.layers.0.mlp"
 
 def mixed_by_modelopt(config: dict[str, Any]) -> dict[str, Any]:
     attention = {f"model.layers.0.self_attn.{part}_proj": {"quant_algo": "mxfp4"} for part in "qkvo"}
-    layers = {**attention, LAYER: {"quant_algo": "W4A8_MXFP4_FP8"}}
+    layers = attention | {f"{LAYER}.{part}_proj": {"quant_algo": "W4A8_MXFP4_FP8"} for part in ("gate", "up", "down")}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
@@ -144,6 +144,42 @@ def test_layers_that_a_config_names_have_their_own_inputs(
         "input" in layer.self_attention.linear_qkv.quantizers and "input" in layer.self_attention.linear_proj.quantizers
     )
     assert "input" not in layer.mlp.linear_fc1.quantizers and "input" not in layer.mlp.linear_fc2.quantizers
+
+
+def test_modelopts_layers_are_linears_by_their_whole_names(tmp_path: Path) -> None:
+    """vLLM and SGLang take a path for experts alone, and leave other linears below it in BF16."""
+    four_bit_directories.make(tmp_path, "modelopt-mxfp4")
+    attention = mixed_by_modelopt({})["quantized_layers"]
+    layers = {name: each for name, each in attention.items() if "mlp" not in name}
+    configured(
+        tmp_path,
+        lambda config: (
+            mixed_by_modelopt(config) | {"quantized_layers": layers | {LAYER: {"quant_algo": "W4A8_MXFP4_FP8"}}}
+        ),
+    )
+    with pytest.raises(PrecisionError, match="does not give `model.layers.0.mlp.gate_proj.weight` one of them"):
+        load(HuggingFaceReader(tmp_path))
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_of_several_patterns_that_mean_a_linear_the_first_counts(tmp_path: Path, places: tuple[int, ...]) -> None:
+    """As in vLLM's and SGLang's find_matched_target. The third, whose format is the first's, means no layer."""
+    four_bit_directories.make(tmp_path, "ct-mxfp4")
+    targets = ("re:.*layers.*", "re:.*(self_attn|mlp).*", "re:.*nowhere.*")
+
+    def several(config: dict[str, Any]) -> dict[str, Any]:
+        (group,) = config["config_groups"].values()
+        inputs = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
+        made = [
+            group | {"targets": [each], "input_activations": None if i == 1 else inputs}
+            for i, each in enumerate(targets)
+        ]
+        return config | {"config_groups": {f"group_{place}": made[place] for place in places}}
+
+    configured(tmp_path, several)
+    model, _ = load(HuggingFaceReader(tmp_path))
+    rounded = "input" in model.decoder.layers[0].mlp.linear_fc2.quantizers
+    assert rounded == (places.index(0) < places.index(1))
 
 
 def test_linears_that_are_computed_as_one_and_whose_inputs_differ_are_refused(tmp_path: Path) -> None:

@@ -383,15 +383,15 @@ def test_fixed_input_scales_go_along_with_codes_per_tensor(tmp_path: Path, spell
     largest = max(before[f"{name}.input_scale"].item() for name in fused)
     assert [after[f"{name}.input_scale"].item() for name in fused] == [pytest.approx(largest, rel=1e-7)] * 3
     assert any(note.startswith("4 of 14 weights have the same codes") for note in notes)
-    assert any(note.startswith("10 have blocks with new scales") for note in notes)
+    assert any(note.startswith("10 have blocks that are encoded again") for note in notes)
 
 
 def test_codes_of_another_scheme_are_encoded_anew_and_counted(tmp_path: Path) -> None:
     made = fp8_directories.make(tmp_path / "fp8", "modelopt-channel", **WHOLE)
     notes = export(tmp_path / "fp8", tmp_path / "out")
     (note,) = [note for note in notes if note.startswith("The scheme changed from ")]
-    assert "from dynamic to block: all of 14 weights are encoded again: " in note
-    assert not any("have blocks with new scales" in note for note in notes)
+    assert "from dynamic to block: all of 14 weights are encoded again. " in note
+    assert not any("have blocks that are encoded again" in note for note in notes)
     after = stored(tmp_path / "out")
     for name, weight in made.items():
         assert torch.equal(after[f"{name}_scale_inv"], slow_scales(weight.values))
@@ -407,8 +407,8 @@ def test_of_no_code_that_differs_no_weight_is_said_to_have_most(tmp_path: Path) 
     tensors[name].view(torch.int16)[0, at] += 1
     save_file(tensors, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
     told = run("convert", tmp_path / "bf16", tmp_path / "back", "--to", "hf", "--precision", "fp8").stdout
-    assert "\n1 have blocks with new scales (" in told
-    assert f": 0 of {384 * 256:,} codes differ from what the old scales give.\n" in told
+    assert "\n1 have blocks that are encoded again (" in told
+    assert f"). 0 of {384 * 256:,} of their codes would be others under the scales from before.\n" in told
 
 
 def best(source: Path, target: str = "vllm") -> str:

@@ -279,7 +279,7 @@ def test_fused_experts_are_the_same_experts(tmp_path: Path, family: str) -> None
     assert_same(to_megatron(fused).tensors, numbered.tensors)
     assert_same(to_hf(to_megatron(fused)).tensors, apart)  # written as the model's own class saves it
     assert_same(to_hf(fused).tensors, values(fused))  # and left as it is where nothing asks
-    assert_same(to_hf(fused, respelled=True).tensors, apart)
+    assert_same(to_hf(fused, naming="as saved").tensors, apart)
     assert compare(fused, numbered).equal
 
 

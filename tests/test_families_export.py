@@ -71,7 +71,7 @@ def test_an_export_decodes_to_nearly_the_weights_of_its_source(
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "export", method, scheme)
     assert exported.encodings
     values = in_memory.to_hf(exported, dtype=DType.bfloat16).tensors
-    assert values.keys() == in_memory.to_hf(source, respelled=True).tensors.keys()
+    assert values.keys() == in_memory.to_hf(source, naming="as saved").tensors.keys()
     for name in exported.encodings:
         expected, found = read_tensor(source, name).float(), values[name].float()
         assert (expected - found).norm() < 0.04 * expected.norm(), name

@@ -86,13 +86,14 @@ def slowly(found: Mapping[str, Tensor], scheme: str) -> tuple[np.ndarray, np.nda
 def test_codes_are_the_nearest_under_their_scales_and_scales_are_of_their_groups(
     tmp_path: Path, sources: Mapping[str, Path], method: str, scheme: str
 ) -> None:
-    """Of attention and experts; and rules of engines find nothing, but that transformers has no such experts."""
+    """Of attention and experts; and rules of engines find nothing, but that transformers has no experts in NVFP4."""
     source, engine = sources["qwen3-moe"], SPELLED[method, scheme][-1]
     export(source, tmp_path / "out", engine.name, scheme)
     reader = open_checkpoint(tmp_path / "out")
     for engine in SPELLED[method, scheme]:
         found = [finding.what for finding in check(reader, engine)]
-        assert all("experts of" in what for what in found) and len(found) == (engine.name == "transformers")
+        refused = engine.name == "transformers" and scheme.startswith("nvfp4")
+        assert all("experts of" in what for what in found) and len(found) == refused
     before = load_file(source / "model.safetensors")
     for module in ("model.layers.0.self_attn.k_proj", EXPERT):
         found = stored(tmp_path / "out", module)

@@ -15,6 +15,7 @@ from training import contents, make_source, make_text, run, settings
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -25,7 +26,6 @@ from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.saved.loading import OPTIMIZER
-from precisionctl.trainer.saved.run_folder import RUN_FILE
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 F = np.float32

@@ -9,12 +9,12 @@ import pytest
 from programs import run_program
 from training import SMALL, contents
 
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.parallel import world
 from precisionctl.trainer.saved.loading import OPTIMIZER
-from precisionctl.trainer.saved.run_folder import RUN_FILE
 
 STEPS = SMALL["train.steps"]
 

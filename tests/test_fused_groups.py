@@ -1,6 +1,8 @@
 """One static scale for what engines compute as one, where Megatron has it as two GEMMs: DeepSeek's latents."""
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 
 import in_memory
@@ -91,3 +93,26 @@ def test_codes_under_one_scale_pass_and_under_two_are_made_anew(exported: Path, 
     one, two = (made[f"{attention(1, name)}.weight_scale"].item() for name in LATENTS)
     values = [before[f"{attention(1, name)}.weight"].float() * before[halved] for name in LATENTS]
     assert one == two == pytest.approx(float(max(values[0].abs().max(), values[1].abs().max() / 2)) / 448)
+
+
+def test_vllm_fuses_the_gate_of_olmo_hybrids_delta_net_with_its_query_key_and_value(tmp_path: Path) -> None:
+    """vLLM 0.33 models/olmo_hybrid.py, `in_proj_qkvg`; its attention has no such gate."""
+    mixer = "model.layers.1.linear_attn"
+    pico.save(tmp_path / "hf", "olmo-hybrid", dtype=torch.bfloat16)
+    request = partial(Request.export, tmp_path / "hf", target="vllm", scheme="dynamic")
+    carry_out(request(tmp_path / "out", exclude=("*.g_proj",)), workers=1)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {stored[f"{mixer}.{part}_proj.weight"].dtype for part in "qkvg"} == {torch.bfloat16}
+    assert stored["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    carry_out(request(tmp_path / "all"), workers=1)
+    file = tmp_path / "all" / "model.safetensors"
+    stored, name = load_file(file), f"{mixer}.g_proj"
+    stored[f"{name}.weight"] = (stored[f"{name}.weight"].float() * stored.pop(f"{name}.weight_scale")).bfloat16()
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(name)
+    (tmp_path / "all" / "config.json").write_text(json.dumps(config))
+    (found,) = check(HuggingFaceReader(tmp_path / "all"), engines()["vllm"])
+    assert (
+        found.where == f"{mixer}.q_proj.weight" and found.rule.fatal and "not all that it is fused with" in found.what
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from training import Killed, contents, losses, make_place, run, run_with_kills, scales, settings
 
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
@@ -28,7 +29,7 @@ from precisionctl.trainer.data import IGNORED, Batch, Feed
 from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import Started, resume
-from precisionctl.trainer.saved.run_folder import RUN_FILE, Saved, read_saved, sign
+from precisionctl.trainer.saved.run_folder import Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, read_rows
 from precisionctl.trainer.shadow import GradientSimilarity, Shadow, compare_gradients
 

@@ -158,7 +158,11 @@ def lie(directory: Path, old: bytes, new: bytes) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing shard": (lambda d: shard(d).unlink(), "shard .* is missing"),
+    "a missing shard": (lambda d: shard(d).unlink(), r"shard .* is missing.*Download it again"),
+    "missing shards": (
+        lambda d: [file.unlink() for file in d.glob("model-0000[12]-*")],
+        r"2 of \d shards are missing: model-00001-of-\d{5}.safetensors, model-00002.*Download them again",
+    ),
     "a truncated file": (lambda d: shard(d).write_bytes(shard(d).read_bytes()[:-10]), "Truncated"),
     "an empty file": (lambda d: shard(d).write_bytes(b""), "truncated"),
     "a header length of 2**62": (lambda d: shard(d).write_bytes((2**62).to_bytes(8, "little") + b"{}"), "truncated"),

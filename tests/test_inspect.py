@@ -49,7 +49,21 @@ def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
     assert found["bytes_by_dtype"] == {"bfloat16": 2 * model.num_parameters()}
     assert (found["container"], found["layout"], found["architecture"]) == ("safetensors", "hf", "llama")
     assert found["precision"] == "bfloat16"
-    assert found["fp8"] is None
+    assert found["fp8"] is None and found["mismatch"] is None
+
+
+def test_tensors_that_are_not_the_models_are_said(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, num_hidden_layers=3)
+    conversions.run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
+    shown = run("inspect", tmp_path / "hf")
+    assert (
+        shown.exit_code == 0 and "WARNING: the checkpoint's tensors are not the model's: 9 unexpected" in shown.stdout
+    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3, "intermediate_size": 80}))
+    assert "gate_proj.weight` is [" in json.loads(run("inspect", tmp_path / "hf", "--json").stdout)["mismatch"]
+    assert describe(open_checkpoint(tmp_path / "megatron"))["mismatch"] is None
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "granite-moe", "qwen3-moe"])

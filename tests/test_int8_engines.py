@@ -64,6 +64,14 @@ def test_the_rules_of_engines_say_what_of_int8_they_load(tmp_path: Path, spellin
         findings(tmp_path, "tensorrt-llm")
 
 
+def test_fixed_scales_of_latents_that_vllm_fuses_are_compared_too(tmp_path: Path) -> None:
+    latents = ("q_a_proj", "kv_a_proj_with_mqa")
+    of_latents = lambda name: any(part in name for part in latents)  # noqa: E731
+    int8_directories.make(tmp_path, SPELLINGS["w8a8-static"], "deepseek-v3", of_latents, head_dim=8)
+    in_config(tmp_path, {"ignore": ["lm_head", "re:.*(mlp|o_proj|_b_proj)"]})
+    assert any("q_a_proj" in each and "of one fused group differ" in each for each in findings(tmp_path, "vllm")[1])
+
+
 @pytest.mark.parametrize("spelling", ["w8a8", "w8a8-zero-points", "w8a8-static", "w8a16", "w8a16-zero-points"])
 def test_transformers_is_the_judge_of_what_it_loads_of_int8(tmp_path: Path, spelling: str) -> None:
     values = int8_directories.make(tmp_path, {**SPELLINGS, "w8a16-zero-points": WITH_ZERO_POINTS}[spelling])
@@ -123,7 +131,7 @@ def test_what_a_config_says_of_int8_decides_which_scheme_an_engine_has(
     [
         ("w8a8", {"sglang", "transformers"}),
         ("w8a8-static", {"vllm", "sglang", "transformers"}),
-        ("w8a16", {"transformers"}),
+        ("w8a16", set()),
     ],
 )
 def test_of_experts_in_int8_engines_load_less(tmp_path: Path, spelling: str, refusing: set[str]) -> None:

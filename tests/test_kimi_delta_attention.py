@@ -300,7 +300,7 @@ def test_a_published_config_describes_what_transformers_makes_of_it(config: dict
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **known))
     model = from_hf_config(config)
-    rows = architecture_of(model.architecture).spelled({}, model, in_memory=True)
+    rows = architecture_of(model.architecture).spelled({}, model, naming="in memory")
     there = [row for row in rows if row.present.in_layout("hf", model) and not row.of_prediction]
     counted = sum(row.count(model) * torch.Size(row.shape(model)).numel() for row in there)
     biases = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias"))

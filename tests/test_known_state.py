@@ -9,7 +9,7 @@ import in_memory
 import pico
 import pytest
 import torch
-from conversions import run
+from conversions import carry_out, run
 from safetensors.torch import load_file, save_file
 from training import make_text, settings
 from training import run as train
@@ -18,15 +18,18 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.conversion import weights_digest
 from precisionctl.conversion.command import PlannedCommand, execute
 from precisionctl.conversion.known_state import known_state
-from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.conversion.weights_digest import _digest, digest_weights
+from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.evaluate.stored import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe, tables
 
@@ -442,3 +445,20 @@ def test_the_sidecar_says_of_which_weights_it_is(tmp_path: Path) -> None:
     header = (tmp_path / "hf" / sidecar.RELATIVE).read_bytes()
     said = json.loads(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]["precisionctl"])
     assert said["of_weights"] == states.of_weights == digest_weights(open_checkpoint(tmp_path / "hf"))
+
+
+def test_a_command_samples_the_weights_of_its_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes with scales of inputs, in an export with others; values, with the state of these; and codes again."""
+    sampled = []
+
+    def digest(plan: Plan, source: TensorSource) -> str:
+        sampled.append(getattr(source, "path", None))
+        return _digest(plan, source)
+
+    file = with_state(tmp_path / "hf") / sidecar.RELATIVE
+    carry_out(Request.export(tmp_path / "hf", tmp_path / "codes", "vllm", "static"))
+    monkeypatch.setattr(weights_digest, "_digest", digest)
+    carry_out(Request.export(tmp_path / "codes", tmp_path / "again", "vllm", "static", fp8_state=file))
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    run(tmp_path / "values", tmp_path / "back", "hf", "fp8")
+    assert sampled == [tmp_path / "codes", tmp_path / "codes", tmp_path / "values", tmp_path / "back.partial"]

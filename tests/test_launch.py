@@ -8,17 +8,23 @@ import argparse
 import ast
 import json
 import shlex
+import shutil
 import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import deepspeed_files
 import pytest
+import torch
+import trained_models
 import yaml
 from click.testing import CliRunner
 from conversions import change_args
 from pico import ABSENT, LLAMA3_ROPE, save
+from trainer_directories import pytorch
 from training import SMALL, make_source, make_text, run, settings
+from transformers import AutoTokenizer
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.calibration.calibrate import Calibration, calibrate
@@ -348,6 +354,33 @@ def test_accelerate_takes_the_recipe_and_hugging_face_s_directories_alone(place:
     assert parser.parse_args(flags_of(launch(place / "source", "accelerate"))).mixed_precision == "bf16"
     with pytest.raises(CheckpointError, match="--to hf"):
         launch(place / "fp8", "accelerate")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("framework", ["accelerate", "nemo"])
+def test_hugging_face_s_names_in_another_trainer_s_container_are_no_directory_of_it(
+    tmp_path: Path, framework: str
+) -> None:
+    model = save(tmp_path / "hf")
+    pytorch(tmp_path / "run" / "dcp", *trained_models.trained("llama-3"))
+    states = deepspeed_files.states_of(dict(model.named_parameters()))
+    deepspeed_files.save_universal(tmp_path / "run" / "universal", states)
+    shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "run")
+    assert launch(tmp_path / "hf", framework).yours
+    for name in ("dcp", "universal"):
+        assert open_checkpoint(tmp_path / "run" / name).layout == "hf"
+        with pytest.raises(CheckpointError, match="--to hf"):
+            launch(tmp_path / "run" / name, framework)
+
+
+def test_a_tokenizer_is_one_without_a_file_of_that_name(tmp_path: Path) -> None:
+    save(tmp_path / "hf", "gpt2", dtype=torch.bfloat16)
+    letters = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps(letters))
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\na b\n")
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")))
+    read = parse("core_v0.19.0", flags_of(launch(tmp_path / "megatron", "megatron-lm")))
+    assert AutoTokenizer.from_pretrained(read.tokenizer_model).encode("aba") == [2, 0]
 
 
 def test_the_command_prints_what_a_shell_takes_and_json(place: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.commands.notes import family_notes
+from precisionctl.commands.source_notes import family_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
@@ -199,7 +200,7 @@ def notes_on_an_indexer(said: Mapping[str, object]) -> list[str]:
     """Those of `convert --to hf`, of a checkpoint whose arguments say so."""
     shape = from_hf_config(make("deepseek-v3.2").config.to_dict())
     source: Any = InMemory(shape, "megatron", {}, companions=Companions(files={"config.json": b"{}"}))
-    source.args = to_megatron_args(shape) | said
+    source.args, source.path = to_megatron_args(shape) | said, Path("nowhere")
     return [*family_notes(source, shape, "hf", named=False)]
 
 

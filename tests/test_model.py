@@ -108,6 +108,11 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("kolibri1", {"moe.expert_bias_on_logits": False}),
     ("kolibri1", {"moe.pre_softmax": False}),
     ("kolibri1", {"rope_layers": None}),
+    ("lfm3", {"rope_scaling": None}),
+    ("lfm3", {"rotary_base_local": None}),
+    ("lfm3", {"linear_gate": "softplus per head"}),
+    ("nanochat", {"embedding_norm": False}),
+    ("nanochat", {"qk_l2_norm": False}),
 ]
 """What no tensor's shape shows."""
 
@@ -128,13 +133,13 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat"),
 )
 
 
 @pytest.mark.parametrize("family", [each for each in GRADIENTS if each not in pico.ABSENT])
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Sinks, values of another size, softplus gates, a number of heads by kind of layer, SparseMixer, clamped queries,
+    """Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
     LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under
     one norm and under two, one key for all heads, a bias of logits, and Kimi delta attention."""
     theirs = transformers_model(family)

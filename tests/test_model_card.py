@@ -144,8 +144,19 @@ def test_eval_writes_what_it_measured_and_the_last_time_counts(source: Path, tmp
     assert "KL divergence" in card and "None was measured" not in card
     lines = [line for line in shown.stdout.splitlines() if line.startswith("perplexity")]
     assert f"- held_out.txt: {lines[0]}\n" in card
-    without = CliRunner().invoke(main, ["eval", str(source), *words[2:]])
-    assert without.exit_code == 1 and "no model card that an export wrote" in without.output
+
+
+def test_a_card_that_is_missing_is_found_before_anything_is_measured(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr("precisionctl.evaluate.evaluate", lambda *words, **options: measured.append(words))
+    text = tmp_path / "held_out.txt"
+    text.write_text("w1 w2 w3")
+    for what in (("--data", str(text)), ("--tasks", "some")):
+        without = CliRunner().invoke(main, ["eval", str(source), *what, "--card"])
+        assert without.exit_code == 1 and "no model card that an export wrote" in without.output
+    assert not measured
 
 
 def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(

@@ -1,7 +1,9 @@
 """Every kind of row that a family has: `split` is the inverse of `merge`, and lowering moves what the row moves."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +128,31 @@ def apply(
     return targets
 
 
+class PaddedInFront:
+    """Two rows of zeros before each row of the table, as of positions that begin with an offset."""
+
+    def merge(self, parts: Sequence[Any], model: ModelShape) -> Any:
+        (values,) = parts
+        zeros = values[:1] * 0
+        joined = np.concatenate if isinstance(values, np.ndarray) else torch.cat
+        return joined([each for row in range(len(values)) for each in (zeros, zeros, values[row : row + 1])])
+
+    def split(self, whole: Any, model: ModelShape) -> tuple[Any, ...]:
+        return (whole[2::3],)
+
+    def is_row_permutation(self, model: ModelShape) -> bool:
+        return True
+
+
+def test_rows_of_zeros_may_be_anywhere() -> None:
+    row = Row("table", "whole", (9, 2), PaddedInFront())
+    values = torch.arange(1.0, 7.0).view(3, 2)
+    moved = apply(row, MODEL, {"table": values}, {"whole": torch.Size((9, 2))}, to_megatron=True)["whole"]
+    assert moved.tolist() == row.rearrangement.merge([values], MODEL).tolist()
+    back = apply(row, MODEL, {"whole": moved}, {"table": values.shape}, to_megatron=False)
+    assert torch.equal(back["table"], values)
+
+
 def test_qkv_interleaves_per_query_group_as_megatron_does() -> None:
     """An independent spelling: megatron/core/transformer/attention.py views the rows as [groups, (r+2)*head]."""
     q, k, v = torch.arange(8.0), torch.arange(100.0, 104.0), torch.arange(200.0, 204.0)
@@ -146,7 +173,7 @@ def test_an_unknown_family_is_refused_with_what_adding_one_takes() -> None:
 
 
 def test_both_spellings_of_a_row_are_one_parameter() -> None:
-    """What `respelled` builds on. Scales go from one to the other where both only move rows."""
+    """What choosing one builds on. Scales go from one to the other where both only move rows."""
     either = [each for table in supported().values() for each in table.rows if isinstance(each, Either)]
     assert either
     for each in either:

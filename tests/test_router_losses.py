@@ -243,7 +243,9 @@ def test_megatron_s_arguments_turn_losses_on_before_config_json_does(args: dict[
 def described(config: dict[str, Any], family: str = "mixtral") -> Any:
     """What `balance_of` looks at of a checkpoint."""
     files = {"config.json": json.dumps({"model_type": "mixtral"} | config).encode()}
-    return SimpleNamespace(model=pico.shape(family), layout="hf", companions=Companions(files), path=Path("it"))
+    return SimpleNamespace(
+        model=pico.shape(family), layout="hf", companions=Companions(files, directory=Path("it")), path=None
+    )
 
 
 def test_the_recipe_wins_key_by_key() -> None:
@@ -255,7 +257,9 @@ def test_the_recipe_wins_key_by_key() -> None:
 @pytest.mark.parametrize("value", ["much", -1, True, [0.1], 1e999])
 def test_a_coefficient_of_a_stranger_that_is_none_is_refused(value: object) -> None:
     config = {"router_aux_loss_coef": value}
-    with pytest.raises(DamagedCheckpoint, match=r"`router_aux_loss_coef`.*it/config.json.*--set router.pooled_loss=0"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"`router_aux_loss_coef`.*beside/config.json.*--set router.pooled_loss=0"
+    ):
         balance_of(described(config), RouterSettings())
     assert balance_of(described(config), RouterSettings(pooled_loss=0.0)) == NO_BALANCE
     source = described({})

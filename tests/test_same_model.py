@@ -20,6 +20,7 @@ from precisionctl.architectures.families import from_hf_config, from_megatron_ar
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.directory import model_of
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.megatron.provider import described_args, from_provider, to_provider
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -27,6 +28,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
 from precisionctl.launch.frameworks import launch
+from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
@@ -306,7 +308,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "v_l2_norm": True,
             "v_head_dim": 6,
             "attention_value_scale": 0.5,
-            "softplus_gate": "per-head",
+            "linear_gate": "softplus per head",
             "clip_qkv": 0.1,
             "keys_are_values": True,
             "layer_scalar": True,
@@ -318,6 +320,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "final_logit_softcapping": 0.1,
             "softmax_offset": True,
             "embedding_multiplier": 3.0,
+            "embedding_norm": True,
             "post_layernorms": True,
             "pre_layernorms": False,
             "residual_multiplier": 0.5,
@@ -381,6 +384,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "probs_on_input": True,
             "own_norms": True,
             "latent_size": 8,
+            "post_layernorm": True,
         }.items()
     ),
     (PLAIN_ROUTER, {"moe.sparsemixer_eps": 0.4}),
@@ -392,7 +396,10 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (GLOBAL, {"global_attention.softmax_offset": True}),
     (GLOBAL, {"global_attention.rotary_percent": 0.5}),
     (GLOBAL, {"global_attention.num_attention_heads": 2}),
-    (dataclasses.replace(DENSE, softplus_gate="per-head"), {"softplus_gate": "per-element"}),
+    *(
+        (dataclasses.replace(DENSE, linear_gate="softplus per head"), {"linear_gate": kind})
+        for kind in ("softplus per element", "sigmoid per head")
+    ),
     (SHARING, {"num_kv_shared_layers": 1}),
     (SHARING, {"use_double_wide_mlp": True}),
     (GLOBAL, {"query_pre_attn_scalar": 4.0}),
@@ -425,7 +432,10 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (DELTA, {"gdn.norm_epsilon": 0.1}),
     (DELTA, {"pre_layernorms": False, "post_layernorms": True}),
     (DELTA, {"gdn.layers": (False, True)}),
-    *((LATENT, {f"mla.{field.name}": True if field.name == "output_gate" else 8}) for field in dataclasses.fields(MLA)),
+    *((LATENT, {f"mla.{field.name}": 8}) for field in dataclasses.fields(MLA) if field.name != "query_gate"),
+    (INDEXED, {"mla.query_gate": True}),
+    (LATENT, {"gated_norm_rank": 8}),
+    *((LATENT, {"linear_gate": kind}) for kind in get_args(LinearGate)),
     (LATENT, {"dsa": INDEXED.dsa}),
     (NO_WINDOW, {"msa": BLOCKS.msa}),
     *(
@@ -628,7 +638,7 @@ BESIDE_CSA_OTHERWISE = {
     "num_kv_shared_layers": 1,
     **dict.fromkeys(("per_layer_embed_dim", "v_head_dim", "clip_qkv"), 8),
     "attention_value_scale": 0.5,
-    "softplus_gate": "per-head",
+    "linear_gate": "softplus per head",
     "mla": LATENT.mla,
     "moe.own_norms": True,
 }
@@ -640,7 +650,7 @@ BESIDE_MSA_OTHERWISE = {
     "attn_logit_softcapping": 3.0,
     "normalization": "LayerNorm",
     "num_kv_shared_layers": 1,
-    "softplus_gate": "per-head",
+    "linear_gate": "softplus per head",
     "mla": LATENT.mla,
     "gdn": DELTA.gdn,
     "global_attention": GLOBAL.global_attention,
@@ -653,7 +663,6 @@ BESIDE_SHORT_CONVS_OTHERWISE = {
     **{name: not value for name, value in BESIDE_SHORT_CONVS.items() if isinstance(value, bool)},
     "gdn": DELTA.gdn,
     "mamba": MIXERS.mamba,
-    "softplus_gate": "per-head",
     "attention_chunk_size": 2,
     "num_kv_shared_layers": 1,
 }
@@ -665,10 +674,7 @@ def _other_than(value: object) -> object:
     return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
 
 
-BESIDE_MLA_OTHERWISE = {
-    **{name: _other_than(value) for name, value in BESIDE_MLA.items()},
-    "softplus_gate": "per-head",
-}
+BESIDE_MLA_OTHERWISE = {name: _other_than(value) for name, value in BESIDE_MLA.items()}
 LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 
 
@@ -704,8 +710,8 @@ def test_a_gate_of_embeddings_by_an_activation_with_parameters_is_refused() -> N
         {"v_head_dim": 8, "attention_output_gate": True},
         {"v_head_dim": 8, "keys_are_values": True},
         {"clip_qkv": 0.1, "attention_output_gate": True},
-        {"softplus_gate": "per-head", "parallel_residual": True},
-        {"softplus_gate": "per-head", "pre_layernorms": False},
+        {"linear_gate": "softplus per head", "parallel_residual": True},
+        {"linear_gate": "softplus per head", "pre_layernorms": False},
     ],
     ids=str,
 )
@@ -786,7 +792,12 @@ def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path,
     (note,) = [note for note in there.notes if "computes another model" in note]
     assert words in note
     execute(there)
-    back = plan_command(Request(tmp_path / "megatron", tmp_path / "back", "hf"))
+    home = Request(tmp_path / "megatron", tmp_path / "back", "hf")
+    of_resume = next((tmp_path / "megatron").glob("*/")) / RUN_FILE
+    of_resume.touch()  # which trains the model that config.json says
+    assert not any("do not say all" in note for note in plan_command(home).notes)
+    of_resume.unlink()
+    back = plan_command(home)
     assert any("do not say all of this model" in note and words in note for note in back.notes)
     assert differences(back.reader.model, from_hf_config(theirs.config.to_dict())) == {}
     with pytest.raises(UnknownArchitecture) as refused:

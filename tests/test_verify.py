@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors
-from precisionctl.verify.compare import bytes_to_compare, compare
+from precisionctl.verify.compare import compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -227,15 +228,49 @@ def test_the_longest_context_counts_where_rotary_positions_depend_on_it(tmp_path
 def test_a_tied_model_with_another_head_in_its_file_is_a_difference(tmp_path):
     """Whether a program reads it is for the program to say."""
     pico.save(tmp_path / "tied", "llama-tied", dtype=torch.bfloat16)
-    tensors = load_file(tmp_path / "tied" / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
+    embedding = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]
     for name, head in {"same": embedding.clone(), "other": embedding * 2}.items():
         shutil.copytree(tmp_path / "tied", tmp_path / name)
-        save_file(tensors | {"lm_head.weight": head}, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        with_head(tmp_path / name, head)
     tied, same, other = (HuggingFaceReader(tmp_path / name) for name in ("tied", "same", "other"))
     assert compare(tied, same).equal and compare(same, tied).equal
     for a, b in ((tied, other), (other, tied), (same, other), (in_memory.to_megatron(tied), other)):
         assert [tensor.name for tensor in compare(a, b).tensors if not tensor.equal] == ["lm_head.weight"]
+
+
+def test_two_models_that_share_no_names_are_compared_though_one_stores_a_copy(tmp_path):
+    pico.save(tmp_path / "gpt2", "gpt2")
+    pico.save(tmp_path / "tied", "llama-tied")
+    with_head(tmp_path / "tied", load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"])
+    copied, other = HuggingFaceReader(tmp_path / "tied"), HuggingFaceReader(tmp_path / "gpt2")
+    for a, b, only in ((copied, other, "only in A"), (other, copied, "only in B")):
+        assert of(compare(a, b), "lm_head.weight").status == only
+
+
+def test_a_copy_that_only_one_side_stores_is_held_against_the_codes_of_the_original(tmp_path):
+    pico.save(tmp_path / "coded", "llama-tied", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "coded", tmp_path / "values")
+    tensors = load_file(tmp_path / "coded" / "model.safetensors")
+    values = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = values.float().div(2**-8).to(torch.float8_e4m3fn)
+    tensors["model.embed_tokens.weight_scale"] = torch.full((len(values), 1), 2**-8)
+    save_file(tensors, tmp_path / "coded" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "coded" / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Embedding"], "weights": weights, "input_activations": None}
+    method = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    (tmp_path / "coded" / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    with_head(tmp_path / "values", values.clone())
+    coded, stored = HuggingFaceReader(tmp_path / "coded"), HuggingFaceReader(tmp_path / "values")
+    for a, b in ((coded, stored), (stored, coded)):
+        comparison = compare(a, b, fp8=True)
+        original, copy = of(comparison, "model.embed_tokens.weight"), of(comparison, "lm_head.weight")
+        assert original.status == "encoded" and replace(copy, name=original.name) == original
+
+
+def with_head(directory: Path, head: torch.Tensor) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": head}, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_tied_and_untied_are_two_functions_of_the_same_files(tmp_path):
@@ -258,10 +293,8 @@ def test_optimizers_are_compared_whatever_the_padding_or_said_not_to_be(tmp_path
     assert bare.equal
     assert [each.what for each in bare.not_compared if each.topic == "one optimizer"] == ["only A has one"]
     assert [each.what for each in bare.not_compared if each.topic == "run"] == ["of A"]
-    counts = []
-    compare(a, cut, on_bytes=counts.append)
-    assert sum(counts) == pytest.approx(bytes_to_compare(a, cut), rel=0.01)  # but for padding
-    assert sum(counts) > sum(spec.nbytes for spec in a.specs.values())
+    total, counted = bytes_of_progress(a, cut)
+    assert total == counted > sum(spec.nbytes for spec in a.specs.values())
 
 
 def test_settings_of_experts_differ_one_by_one(tmp_path):
@@ -396,9 +429,21 @@ def test_a_role_payload_or_statistic_that_differs_is_named_and_a_statistic_of_on
 def test_progress_adds_up_to_the_stored_bytes_of_a(tmp_path, source):
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "modelopt", "dynamic")
     for a in (source, exported):
-        counts: list[int] = []
-        compare(a, in_memory.to_megatron(source), on_bytes=counts.append)
-        assert sum(counts) == sum(spec.nbytes for spec in a.specs.values())
+        stored = sum(spec.nbytes for spec in a.specs.values())
+        assert bytes_of_progress(a, in_memory.to_megatron(source)) == (stored, stored)
+
+
+def bytes_of_progress(a, b):
+    """How many bytes `compare` says it will compare, and how many it then has."""
+    counts, totals = [], []
+
+    @contextmanager
+    def progress(total):
+        totals.append(total)
+        yield counts.append
+
+    compare(a, b, progress=progress)
+    return sum(totals), sum(counts)
 
 
 def test_a_comparison_is_json(source):

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.verl import VerlReader
-from precisionctl.commands.notes import left_behind_notes
+from precisionctl.commands.source_notes import left_behind_notes
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 
 MOMENTS = verl_files.MOMENTS

@@ -15,15 +15,12 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     heads,
     is_on,
-    layer_types,
-    layers_with_window,
     size,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_with_window, sliding_window
 from precisionctl.architectures.deepseek_keys import leading_dense, shared_experts
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
@@ -81,6 +78,7 @@ _NORMS_AFTER = (*POST_ATTENTION_NORM, *renamed((*POST_MLP_NORM, *POST_MOE_NORM),
 
 ARCHITECTURE = Architecture(
     model_types={"afmoe": "AfmoeForCausalLM"},
+    behind={"mlp": "post_mlp_layernorm", "experts": "shared_experts"},
     rows=(*(row.renamed(_RENAMED) for row in decoder(_ATTENTION)), *_NORMS_AFTER),
     config=(
         *SIZES,

@@ -17,12 +17,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     is_on,
     layers,
-    listed_layers,
     size,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING, prediction
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.kda_keys import common, sparse_layers
@@ -30,6 +29,7 @@ from precisionctl.architectures.kda_rows import either, in_memory, kda
 from precisionctl.architectures.llama_rows import (
     EMBEDDING,
     FINAL_NORM,
+    LINEAR_GATE,
     MLP,
     MLP_NORM,
     OUTPUT,
@@ -41,17 +41,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS
 
-_LATENTS = (
-    *LATENT_ATTENTION,
-    Row(
-        "model.layers.{layer}.self_attn.g_proj.weight",
-        "decoder.layers.{layer}.self_attention.linear_gate.weight",
-        ("num_attention_heads", "hidden_size"),
-        parallel=ROWS,
-    ),
-)
 _PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",
     ".self_attn.": ".attention.",
@@ -68,7 +58,7 @@ def _either(rows: tuple[Row, ...], dense: bool = False) -> tuple[Row | Either, .
     return either(rows, renamed(published, _DENSE) if dense else published)
 
 
-_ATTENTION = only_in("attention", _LATENTS)
+_ATTENTION = only_in("attention", (*LATENT_ATTENTION, *LINEAR_GATE))
 _BESIDE = tuple(row for row in ROUTING if row not in EXPERT_BIAS)
 
 _SAVED = {
@@ -156,7 +146,7 @@ ARCHITECTURE = Architecture(
         *_either(EMBEDDING),
         *SEPARATE_NORM,
         *either(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
-        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), in_memory=True),
+        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
         *_either(_ATTENTION, dense=True),
         *MLP_NORM,
         *MLP,
@@ -175,7 +165,7 @@ ARCHITECTURE = Architecture(
     config=(
         *common(published=False, number=512, group_counts=(8, 4), scaling=2.5),
         Only("q_lora_rank", None),
-        Always("mla.output_gate", True),
+        Always("linear_gate", "sigmoid per head"),
         Only("gated_attention_proj_granularity_type", "head_wise"),
         Rule(
             ("layer_types", "layer_group_size", "head_dim", "short_conv_kernel_size", *_SAVED)

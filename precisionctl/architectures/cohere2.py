@@ -9,11 +9,9 @@ from precisionctl.architectures.config_keys import (
     Config,
     Fields,
     Rule,
-    all_but_every,
     layers,
-    layers_in_window,
-    sliding_window,
 )
+from precisionctl.architectures.config_layers import all_but_every, layers_in_window, sliding_window
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope

@@ -16,10 +16,9 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    layers_in_window,
     size,
-    sliding_window,
 )
+from precisionctl.architectures.config_layers import layers_in_window, sliding_window
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, ROUTER, SHARED_EXPERTS

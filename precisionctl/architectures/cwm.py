@@ -9,11 +9,10 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    but_first_of_four,
     heads,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

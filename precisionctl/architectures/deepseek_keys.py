@@ -13,10 +13,10 @@ from precisionctl.architectures.config_keys import (
     Synonyms,
     count,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_parts import LARGEST, check_count

@@ -38,7 +38,7 @@ LATENT_ATTENTION = (
     Row(
         "model.layers.{layer}.self_attn.q_b_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_q_up_proj.weight",
-        ("query_size", "mla.q_lora_rank"),
+        ("query_up_size", "query_up_inputs"),
         parallel=ROWS,
         present=_QUERY_LATENT,
         gemm=True,

@@ -37,6 +37,7 @@ def _write_groups(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder(ATTENTION),
     config=(
         *COMMON,

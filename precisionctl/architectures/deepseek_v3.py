@@ -12,6 +12,7 @@ from precisionctl.architectures.param_map import Architecture
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
     config=(
         *COMMON,

@@ -40,6 +40,7 @@ def _everywhere(config: Config, where: object) -> Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v32": "DeepseekV32ForCausalLM"},
+    behind={"gate": "experts"},
     rows=ROWS,
     config=(
         *latent_attention(1536),

@@ -215,8 +215,8 @@ ROWS_OF_MODEL: tuple[Row | Either, ...] = (
         (*_DECODER, *_EXPERTS, _FINAL_NORM),
         (*renamed(_DECODER, _IN_MEMORY), *FUSED, replace(_FINAL_NORM, names="model.norm.weight")),
         also=(*renamed((*_DECODER, *_EXPERTS), _SAVED), replace(_FINAL_NORM, names="model.norm.weight")),
-        in_memory=True,
+        second_is="in memory",
     ),
-    Either((_OUTPUT,), (replace(_OUTPUT, names="lm_head.weight"),), in_memory=True),
+    Either((_OUTPUT,), (replace(_OUTPUT, names="lm_head.weight"),), second_is="in memory"),
     *_PREDICTION,
 )

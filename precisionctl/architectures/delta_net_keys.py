@@ -9,12 +9,11 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    all_but_every,
     layers,
-    listed_layers,
     one_or_none,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 

@@ -13,9 +13,9 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     heads,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.deepseek_keys import experts, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
@@ -30,6 +30,7 @@ def _after_the_first(config: Config, layers: int) -> list[bool]:
 
 ARCHITECTURE = Architecture(
     model_types={"dots1": "Dots1ForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder((*ATTENTION_NORM, *ATTENTION)),
     config=(
         *SIZES,

@@ -35,7 +35,7 @@ def _bias(module: str) -> tuple[Row, ...]:
     return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
 
 
-_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), in_memory=True)
+_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in memory")
 
 
 def _read_layers(config: Config, where: object) -> Fields:

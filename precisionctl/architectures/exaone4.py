@@ -15,13 +15,10 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    all_but_every,
     heads,
-    layer_types,
-    layers_in_window,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
 from precisionctl.architectures.llama_rows import ATTENTION, MLP, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture

@@ -28,7 +28,7 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
-_BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, in_memory=True)
+_BIAS = Either(renamed(EXPERT_BIAS, {"mlp.gate.": "mlp."}), EXPERT_BIAS, second_is="in memory")
 
 
 def _read_prediction(config: Config, where: object) -> Fields:
@@ -42,6 +42,7 @@ def _write_prediction(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"exaone_moe": "ExaoneMoeForCausalLM"},
+    behind={"gate": "experts"},
     rows=(
         *decoder((*ATTENTION_NORM, *ATTENTION), routing=(*ROUTER, _BIAS, *SHARED_EXPERTS)),
         *prediction(*DENSE),

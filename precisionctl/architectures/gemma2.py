@@ -16,12 +16,11 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     activation,
-    every_other,
     heads,
     size,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.gemma_rows import ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

@@ -4,7 +4,8 @@ window.
 Trap: layers with the window have a rotary base of their own, and the others' scaling is not theirs.
 """
 
-from precisionctl.architectures.config_keys import Always, Key, all_but_every, sliding_window
+from precisionctl.architectures.config_keys import Always, Key
+from precisionctl.architectures.config_layers import all_but_every, sliding_window
 from precisionctl.architectures.gemma2 import COMMON
 from precisionctl.architectures.gemma_rows import ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED

@@ -27,15 +27,13 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     activation,
-    all_but_every,
     count,
     is_on,
-    layer_types,
     layers,
-    layers_in_window,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window
 from precisionctl.architectures.gemma2 import SCALED_EMBEDDING
 from precisionctl.architectures.gemma_rows import AFTER_ATTENTION
 from precisionctl.architectures.llama_rows import (
@@ -70,9 +68,9 @@ _Q_NORM, _K_NORM = QK_NORMS
 _UNUSED = "decoder.layers.{layer}.self_attention.unused_"
 _SHARING = (
     replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
-    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("unused_kv"), gemm=True),
-    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("unused_kv"), gemm=True),
-    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("unused_kv")),
+    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
+    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
+    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("unused")),
 )
 """Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
 where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
@@ -282,6 +280,7 @@ def _write_per_layer(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"gemma4_text": "Gemma4ForCausalLM"},
+    behind={"q_norm": "q_proj", "k_norm": "q_norm"},
     rows=model_rows(
         *ATTENTION_NORM,
         *only_in("windowed", _attention(_QKV)),

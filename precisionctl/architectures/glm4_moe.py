@@ -14,6 +14,7 @@ _ATTENTION = (*ATTENTION_NORM, *ATTENTION)
 
 ARCHITECTURE = Architecture(
     model_types={"glm4_moe": "Glm4MoeForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*decoder(_ATTENTION), *prediction(_ATTENTION)),
     config=(
         *SIZES,

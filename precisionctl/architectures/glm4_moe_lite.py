@@ -19,6 +19,7 @@ from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*decoder(ATTENTION), *prediction(ATTENTION)),
     config=(
         *latent_attention(768),

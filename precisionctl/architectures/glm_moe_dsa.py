@@ -34,6 +34,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"glm_moe_dsa": "GlmMoeDsaForCausalLM"},
+    behind={"gate": "experts"},
     rows=ROWS,
     config=(
         *latent_attention(2048),

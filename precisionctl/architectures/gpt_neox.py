@@ -121,7 +121,7 @@ ARCHITECTURE = Architecture(
         ),
         Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),
         Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
-        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, in_memory=True),
+        Either(renamed(OUTPUT, {"lm_head": "embed_out"}), OUTPUT, second_is="in memory"),
     ),
     config=(
         *SIZES,

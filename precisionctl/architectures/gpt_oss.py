@@ -12,11 +12,10 @@ from precisionctl.architectures.config_keys import (
     Always,
     Key,
     Only,
-    every_other,
     heads,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import every_other, sliding_window
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM

@@ -10,14 +10,11 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    but_first_of_four,
     heads,
-    layer_types,
     layers,
-    layers_with_window,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import but_first_of_four, layer_types, layers_with_window, sliding_window
 from precisionctl.architectures.gpt_oss import SINKS
 from precisionctl.architectures.granite import OF_ALL_GRANITES
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows

@@ -18,7 +18,7 @@ _NAMES = {
 _NAMES_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
 
 IN_MEMORY = renamed((*ROUTER, *FUSED), _NAMES_IN_MEMORY)
-EXPERTS = Either(renamed((*ROUTER, *FUSED), _NAMES), IN_MEMORY, in_memory=True)
+EXPERTS = Either(renamed((*ROUTER, *FUSED), _NAMES), IN_MEMORY, second_is="in memory")
 
 EXPERT_KEYS: tuple[Entry, ...] = (
     Key("moe.num_experts", "num_local_experts", 8),

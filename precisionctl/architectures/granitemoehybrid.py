@@ -20,10 +20,10 @@ from precisionctl.architectures.config_keys import (
     Rule,
     count,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.granite import MULTIPLIERS
 from precisionctl.architectures.granitemoe import EXPERTS
 from precisionctl.architectures.llama_rows import (
@@ -137,6 +137,7 @@ def _write_mixers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
+    behind={"self_attn": "shared_mlp"},
     rows=(
         *EMBEDDING,
         *renamed(_BLOCKS, _NAMES),

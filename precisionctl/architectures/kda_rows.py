@@ -90,4 +90,4 @@ def either(rows: Sequence[Row], published: Sequence[Row]) -> tuple[Row | Either,
     pairs = [*zip(published, rows, strict=True)]
     same = [row for row, other in pairs if row.hf == other.hf]
     first, second = (tuple(pair[number] for pair in pairs if pair[0] not in same) for number in (0, 1))
-    return (*same, Either(first, second, in_memory=True))
+    return (*same, Either(first, second, second_is="in memory"))

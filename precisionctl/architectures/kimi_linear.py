@@ -15,10 +15,9 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     layers,
-    listed_layers,
-    numbered_layers,
     size,
 )
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.deepseek_rows import LATENT_ATTENTION, ROUTING
 from precisionctl.architectures.delta_net_keys import KINDS
 from precisionctl.architectures.kda_keys import common, sparse_layers
@@ -95,7 +94,7 @@ ARCHITECTURE = Architecture(
         *MLP_NORM,
         Either(MLP, renamed(MLP, _SPARSE)),
         *MOE_NORM,
-        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), in_memory=True),
+        Either((*renamed(_BESIDE, _SPARSE), *_EXPERTS), (*_BESIDE, *FUSED), second_is="in memory"),
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),

@@ -12,10 +12,10 @@ from precisionctl.architectures.config_keys import (
     Always,
     Key,
     Only,
-    all_but_every,
     heads,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every
 from precisionctl.architectures.exaone4 import windows
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
@@ -35,11 +35,12 @@ _OWN_NAMES = Either(
         *renamed(POST_MOE_NORM, {"post_feedforward": "post_mlp"}),
         *EXPERT_BIAS,
     ),
-    in_memory=True,
+    second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(
     model_types={"kolibri1": "Kolibri1ForCausalLM"},
+    behind={"gate": "experts"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MOE_NORM, *ROUTER, *SHARED_EXPERTS, *EXPERTS, _OWN_NAMES),
     config=(
         *SIZES_BESIDE_MLP,

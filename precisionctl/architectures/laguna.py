@@ -17,24 +17,20 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    by_kind,
-    layer_types,
-    layers_in_window,
-    nowhere,
-    numbered_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window, nowhere, numbered_layers
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.deepseek_rows import decoder
-from precisionctl.architectures.llama_rows import PROJ, QK_NORMS, QKV_LINEAR, ROTARY, SEPARATE_NORM, TIED
+from precisionctl.architectures.llama_rows import LINEAR_GATE, PROJ, QK_NORMS, QKV_LINEAR, ROTARY, SEPARATE_NORM, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
+from precisionctl.architectures.param_map import Architecture, Either, only_in, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import check_size
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS
 
 _ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512}
 """What its class takes for keys that are not there."""
@@ -44,13 +40,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 
-_GATE = Row(
-    "model.layers.{layer}.self_attn.g_proj.weight",
-    "decoder.layers.{layer}.self_attention.linear_gate.weight",
-    ("gate_size", "hidden_size"),
-    parallel=ROWS,
-)
-_OF_HEADS = (*QKV_LINEAR, _GATE, *PROJ)
+_OF_HEADS = (*QKV_LINEAR, *LINEAR_GATE, *PROJ)
 _ATTENTION = (*SEPARATE_NORM, *only_in("windowed", _OF_HEADS), *only_in("global", _OF_HEADS), *QK_NORMS)
 
 _PUBLISHED = {
@@ -58,7 +48,7 @@ _PUBLISHED = {
     "shared_experts": "shared_expert",
 }
 _BESIDE = (*EXPERT_BIAS, *SHARED_EXPERTS)
-_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, in_memory=True))
+_ROUTING = (*ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
 
 _EXPERTS = experts_by_list(dense=1)
 
@@ -110,7 +100,11 @@ def _write_attention(model: ModelShape) -> Config:
     }
 
 
-_GATES = {True: "per-head", "per-head": "per-head", "per-element": "per-element"}
+_GATES: dict[bool | str, LinearGate] = {
+    "per-head": "softplus per head",
+    "per-element": "softplus per element",
+    True: "softplus per head",
+}
 
 
 def _read_gate(config: Config, where: object) -> Fields:
@@ -118,10 +112,15 @@ def _read_gate(config: Config, where: object) -> Fields:
     if not isinstance(gating, bool | str) or gating not in _GATES:
         raise UnknownArchitecture(f"gating={shown(gating)}", where=where, do="Known: true, per-head, per-element.")
     kind = _GATES[gating]
-    if types is not None and (not isinstance(types, list) or any(each != kind.replace("-", "_") for each in types)):
-        what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {kind} everywhere"
+    listed = kind.removeprefix("softplus ").replace(" ", "_")
+    if types is not None and (not isinstance(types, list) or any(each != listed for each in types)):
+        what = f"gating_types is {shown(types)}, and transformers, which passes over it, takes {listed} everywhere"
         raise DamagedCheckpoint(what, where=where)
-    return {"softplus_gate": kind}
+    return {"linear_gate": kind}
+
+
+def _write_gate(model: ModelShape) -> Config:
+    return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
 
 
 def _read_layers(config: Config, where: object) -> Fields:
@@ -144,6 +143,7 @@ def _write_layers(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"laguna": "LagunaForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder(_ATTENTION, routing=_ROUTING),
     config=(
         *SIZES,
@@ -158,7 +158,7 @@ ARCHITECTURE = Architecture(
             _write_attention,
         ),
         Always("qk_layernorm", True),
-        Rule(("gating", "gating_types"), _read_gate, lambda model: {"gating": model.softplus_gate}),
+        Rule(("gating", "gating_types"), _read_gate, _write_gate),
         Key("moe.num_experts", "num_experts"),
         Key("moe.topk", "num_experts_per_tok", 8),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),

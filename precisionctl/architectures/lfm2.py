@@ -21,10 +21,9 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    listed_layers,
-    numbered_layers,
     size,
 )
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,
@@ -54,7 +53,7 @@ NAMES = {
     ".mlp.down_proj.": ".feed_forward.w2.",
 }
 
-_CONVOLUTION = (
+CONVOLUTION = (
     *renamed(ATTENTION_NORM, {}, {".linear_qkv.": ".in_proj."}),
     Row(
         f"{_HF}in_proj.weight",
@@ -75,17 +74,18 @@ _CONVOLUTION = (
     ),
 )
 
+ENDING = renamed(FINAL_NORM, {"model.norm.": "model.embedding_norm."})
+
 
 def rows(*experts: Row | Either) -> tuple[Row | Either, ...]:
     """All; `experts` are those of layers that have them in the place of an MLP."""
     blocks = (
-        *only_in("conv", _CONVOLUTION),
+        *only_in("conv", CONVOLUTION),
         *only_in("attention", (*ATTENTION_NORM, *ATTENTION)),
         *MLP_NORM,
         *MLP,
     )
-    ending = renamed(FINAL_NORM, {"model.norm.": "model.embedding_norm."})
-    return model_rows(*renamed(blocks, NAMES), *experts, ending=ending)
+    return model_rows(*renamed(blocks, NAMES), *experts, ending=ENDING)
 
 
 KINDS = {"conv": True, "full_attention": False}

@@ -4,7 +4,8 @@ Traps: what is added to scores is no part of the router, but stands beside it. t
 and 1e-6, Megatron-Core by their sum.
 """
 
-from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule, listed_layers
+from precisionctl.architectures.config_keys import Config, Fields, Key, Only, Rule
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.deepseek_keys import leading_dense
 from precisionctl.architectures.lfm2 import COMMON, KINDS, NAMES, rows, write_layers
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -30,7 +31,7 @@ ARCHITECTURE = Architecture(
     rows=rows(
         *renamed(MOE_NORM, NAMES),
         *renamed((*ROUTER, *EXPERT_BIAS), _BLOCK),
-        Either(_NUMBERED, renamed(FUSED, _BLOCK), in_memory=True),
+        Either(_NUMBERED, renamed(FUSED, _BLOCK), second_is="in memory"),
     ),
     config=(
         *COMMON,

@@ -19,11 +19,10 @@ from precisionctl.architectures.config_keys import (
     heads,
     is_on,
     layers,
-    listed_layers,
-    numbered_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers, numbered_layers
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
 from precisionctl.architectures.param_map import Architecture, Either, renamed

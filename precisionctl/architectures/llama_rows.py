@@ -120,6 +120,17 @@ PROJ = (
     ),
 )
 
+LINEAR_GATE = (
+    Row(
+        "model.layers.{layer}.self_attn.g_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_gate.weight",
+        ("gate_size", "hidden_size"),
+        parallel=ROWS,
+        present=when("linear_gate"),
+    ),
+)
+"""Which stays in BF16, in training and exports."""
+
 ATTENTION = (*QKV_LINEAR, *QK_NORMS, *PROJ)
 
 MLP_NORM = (

@@ -29,9 +29,11 @@ from precisionctl.architectures.streams_args import (
     read_mhc,
 )
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
+from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import MLA, MOST_LAYERS, check_size, real
 from precisionctl.model_shape import ModelShape
 from precisionctl.same_model import differences
+from precisionctl.sparse_parts import CSA
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -104,8 +106,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
         # only where a model has them: older versions do not know the words
-        **({"attention_output_gate": True} if model.attention_output_gate or model.output_gate_of_heads else {}),
-        **({GRANULARITY: "headwise"} if model.output_gate_of_heads else {}),
+        **({"attention_output_gate": True} if model.attention_output_gate or _headwise(model) else {}),
+        **({GRANULARITY: "headwise"} if _headwise(model) else {}),
         **(
             {"no_rope_freq": [int(not each) for each in model.rope_layers]}
             if model.rope_layers and any(model.rope_layers)
@@ -226,32 +228,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
     sizes: dict[str, Any] = {name: needed(args, name, where) for name in _MLA if latent}
-    mla = MLA(**sizes, output_gate=_read_output_gate(args, where)) if sizes else None
+    mla = MLA(**sizes) if sizes else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
-    rope: dict[str, Any] = {
-        "rotary_base": float(args.get("rotary_base", 10000)),
-        "rotary_percent": float(args.get("rotary_percent", 1.0)),
-        "rope_scaling": _read_rope(args, mla, where),
-    }
-    if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
-        unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
-        rope = read_csa_rope(args, _read_yarn(unmagnified, "", where))
-    for name, value in (rope["rope_scaling"] or {}).items():
-        if name not in ("rope_type", "truncate"):
-            real(value, name)
+    positions = _read_positions(args, num_layers, mla, csa, where)
     mamba = read_mamba(args)
-    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
-    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
-    no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
-    if isinstance(no_rope, list | tuple):
-        no_rope = [not each for each in no_rope]
-    rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
-    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
-        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
-        raise UnknownArchitecture(what, where=where)
-    if kind == "none":
-        rope_layers = (False,) * num_layers
     return ModelShape(
         architecture="",
         num_layers=num_layers,
@@ -267,11 +248,8 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         norm_epsilon=epsilon,
         normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
-        position_embedding="rope" if kind in ("yarn", "none") else kind,
-        rotary_interleaved=bool(args.get("rotary_interleaved")),
         sliding_window=window,
         window_layers=None if window is None or skipping is None else all_but_every(skipping, num_layers),
-        rope_layers=rope_layers,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None and csa is None,
         qk_l2_norm=bool(args.get("qk_l2_norm")),
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
@@ -283,6 +261,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
+        linear_gate=_read_headwise(args, where) if mla else None,
         mla=mla,
         dsa=read_dsa(args, num_layers),
         csa=csa,
@@ -291,16 +270,21 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         mamba=mamba,
         gdn=read_delta_net(args),
         mtp_num_layers=read_hybrid_mtp(args) if mamba else args.get("mtp_num_layers") or 0,
-        **rope,
+        **positions,
         **_read_activation(args),
     )
 
 
-def _read_output_gate(args: Mapping[str, Any], where: object) -> bool:
-    """Whether latent attention has one, which is known of heads alone."""
+def _headwise(model: ModelShape) -> bool:
+    """Whether latent attention has an output gate, which Megatron knows of heads alone."""
+    return model.mla is not None and model.linear_gate == "sigmoid per head"
+
+
+def _read_headwise(args: Mapping[str, Any], where: object) -> LinearGate | None:
     if not args.get("attention_output_gate"):
-        return False
-    return bool(one_of(args, GRANULARITY, ("headwise",), None, where))
+        return None
+    one_of(args, GRANULARITY, ("headwise",), None, where)
+    return "sigmoid per head"
 
 
 def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,6 +300,37 @@ def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("quick_geglu"):
         return fields | {"activation": "quick_gelu"}
     return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
+
+
+def _read_positions(
+    args: Mapping[str, Any], num_layers: int, mla: MLA | None, csa: CSA | None, where: object
+) -> dict[str, Any]:
+    """The fields of ModelShape that say how positions are embedded, and in which layers."""
+    fields: dict[str, Any] = {
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        "rotary_percent": float(args.get("rotary_percent", 1.0)),
+        "rope_scaling": _read_rope(args, mla, where),
+    }
+    if csa is not None:  # Megatron-Core magnifies nothing there, whatever is said
+        unmagnified = {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
+        fields = read_csa_rope(args, _read_yarn(unmagnified, "", where))
+    for name, value in (fields["rope_scaling"] or {}).items():
+        if name not in ("rope_type", "truncate"):
+            real(value, name)
+    known = ("rope", "learned_absolute", "yarn", "none")  # yarn is rope, scaled
+    kind = one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    no_rope = args.get("no_rope_freq")  # `N`: every N-th layer; a list: 1 where a layer has none
+    if isinstance(no_rope, list | tuple):
+        no_rope = [not each for each in no_rope]
+    rope_layers = all_but_every(no_rope, num_layers) if no_rope else None
+    if args.get("qk_l2_norm") and not _rope_everywhere(rope_layers):
+        what = "no family known here has Megatron's qk_l2_norm in layers without rotary embeddings"
+        raise UnknownArchitecture(what, where=where)
+    return fields | {
+        "position_embedding": "rope" if kind in ("yarn", "none") else kind,
+        "rotary_interleaved": bool(args.get("rotary_interleaved")),
+        "rope_layers": (False,) * num_layers if kind == "none" else rope_layers,
+    }
 
 
 def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[str, Any] | None:

@@ -14,10 +14,9 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     heads,
-    nowhere,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import nowhere, sliding_window
 from precisionctl.architectures.deepseek_keys import experts_by_list
 from precisionctl.architectures.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
@@ -58,6 +57,7 @@ def _write_prediction(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"mellum": "MellumForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*model_rows(*ATTENTION_NORM, *ATTENTION, *_MLPS), *prediction(*_MLPS)),
     config=(
         *SIZES,

@@ -19,12 +19,10 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    by_kind,
-    layer_types,
-    layers_in_window,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
 from precisionctl.architectures.deepseek_keys import SIGMOID, experts_by_list, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.gpt_oss import SINKS
@@ -58,7 +56,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": _SHARE},
 }
 
-_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, in_memory=True)
+_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, second_is="in memory")
 _ATTENTION: tuple[Row | Either, ...] = (
     *ATTENTION_NORM,
     *only_in("windowed", QKV_LINEAR),
@@ -183,6 +181,7 @@ _READ = (*_HEADS, *_EXPERTS.keys, *KEYS, "rms_norm_eps", "layer_types", "sliding
 
 ARCHITECTURE = Architecture(
     model_types={"mimo_v2_flash": "MiMoV2FlashForCausalLM"},
+    behind={"gate": "experts"},
     rows=(*decoder(_ATTENTION, routing=(*ROUTER, *EXPERT_BIAS)), *_PREDICTION),
     config=(
         *SIZES,

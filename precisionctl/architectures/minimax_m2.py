@@ -55,7 +55,7 @@ ARCHITECTURE = Architecture(
         Either(
             (*renamed(EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
             (*renamed(EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
-            in_memory=True,
+            second_is="in memory",
         ),
     ),
     config=(

@@ -23,10 +23,10 @@ from precisionctl.architectures.config_keys import (
     count,
     heads,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     DOWN,
@@ -90,7 +90,7 @@ _NUMBERED = experts(
 
 
 def _either(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
-    return Either(in_memory, published, only_read=True, for_engines=True)
+    return Either(in_memory, published, only_read=True, second_is="for engines")
 
 
 _ROWS = model_rows(

@@ -3,7 +3,8 @@
 Trap: a config.json without rotary parameters has YaRN.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Key, everywhere, heads, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Key, heads, tied
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

@@ -3,7 +3,8 @@
 Trap: Hugging Face's window counts the token itself, Megatron's the tokens to its left.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Entry, Key, everywhere, heads, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Entry, Key, heads, tied
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

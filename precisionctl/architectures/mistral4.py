@@ -42,6 +42,7 @@ def _write_rope(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"mistral4": "Mistral4ForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder(ATTENTION, FUSED_EXPERTS),
     config=(
         *latent_attention(1024),

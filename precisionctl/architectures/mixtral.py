@@ -10,12 +10,11 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    everywhere,
     heads,
     layers,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
 from precisionctl.architectures.param_map import Architecture, Either, Row
@@ -48,7 +47,7 @@ EXPERTS = Either(
         ),
     ),
     (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
-    in_memory=True,
+    second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(

@@ -226,7 +226,12 @@ _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron_h": "NemotronHForCausalLM"},
-    rows=(Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, in_memory=True), *_PREDICTION, *OUTPUT),
+    behind={"gate": "experts"},
+    rows=(
+        Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, second_is="in memory"),
+        *_PREDICTION,
+        *OUTPUT,
+    ),
     config=(
         Rule((*_KEYS, *(key.key for key in _EXPERT_KEYS.values())), _read_layers, _write_layers),
         Synonyms({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}),

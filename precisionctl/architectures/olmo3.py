@@ -3,7 +3,7 @@
 Trap: layers with the window take no part in the scaling of rotary embeddings.
 """
 
-from precisionctl.architectures.config_keys import all_but_every, sliding_window
+from precisionctl.architectures.config_layers import all_but_every, sliding_window
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.olmo2 import COMMON, ROWS
 from precisionctl.architectures.param_map import Architecture

@@ -21,12 +21,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Only,
     Rule,
-    all_but_every,
     layers,
-    listed_layers,
     size,
     tied,
 )
+from precisionctl.architectures.config_layers import all_but_every, listed_layers
 from precisionctl.architectures.delta_net_keys import KINDS, write_layers
 from precisionctl.architectures.delta_net_rows import delta_net
 from precisionctl.architectures.gemma_rows import POST_ATTENTION_NORM, POST_MLP_NORM
@@ -57,7 +56,7 @@ def _spelled(row: Row) -> Row | Either:
     if row.hf == ("model.layers.{layer}.linear_attn.conv1d.weight",):
         apart = tuple(row.hf[0].replace("conv1d", f"{part}_conv1d") for part in "qkv")
         published, saved = (replace(row, names=apart, rearrangement=by) for by in (DELTA_NET_CONV, THIRDS))
-        return Either((published,), (row,), also=(saved,), only_read=True, in_memory=True)
+        return Either((published,), (row,), also=(saved,), only_read=True, second_is="in memory")
     saved = row.renamed(_SAVED)
     return row if saved == row else Either((row,), (saved,), only_read=True)
 

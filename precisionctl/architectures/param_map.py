@@ -9,7 +9,7 @@ as Megatron's hybrid layers are one block each, `{hf_layer}` is its number there
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -64,6 +64,11 @@ Layers = Literal[
     "scored",
 ]
 """Which layers have a row (`Row.layers`)."""
+
+Naming = Literal["as stored", "as saved", "in memory", "for engines"]
+"""Whose names a result has in Hugging Face, where a family has several (`Either`): those of its source, those that the
+model's own class saves, those that this class has in memory, which trainers save, or those under which engines that do
+not load by this class look for codes."""
 
 COMPRESSED: Mapping[str, str] = {"sparse": "C", "heavy": "H"}
 """The letter, in a pattern of attention with compressed keys (CSA), of the layers that have such a row."""
@@ -128,6 +133,11 @@ class Row:
         return "{expert}" in self.megatron
 
     @property
+    def may_be_codes(self) -> bool:
+        """Whether exports make codes of the weight, if the precision and the engine let them."""
+        return self.gemm or self.only_exported
+
+    @property
     def of_prediction(self) -> bool:
         """Whether this is part of a layer of multi-token prediction, which nothing here computes."""
         return "{mtp}" in self.megatron
@@ -139,8 +149,8 @@ class Row:
 
     @property
     def unused(self) -> bool:
-        """Whether no program computes with this parameter: it is there where `unused_kv` of ModelShape says so."""
-        return self.present.hf == "unused_kv"
+        """Whether no program computes with this parameter: it is there where `unused` of ModelShape says so."""
+        return self.present.hf == "unused"
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
@@ -234,17 +244,16 @@ class Row:
 @dataclass(frozen=True)
 class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
-    Read is the one that is stored. Written is the first; but from Hugging Face to Hugging Face the stored one again,
-    unless the second is `only_read`: that is written only where weights become the codes again that they were, or, with
-    `for_engines`, in exports for engines that do not load by the model's own class. The second may be what
-    transformers' class has `in_memory`. `also` is a third, which is read, and written where it is the stored one."""
+    Read is the one that is stored. Written is the first; but the second where that is what `second_is` says, and from
+    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is also written where
+    weights become the codes again that they were. `also` is a third, which is read, and written where it is the stored
+    one."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
     also: tuple[Row, ...] = ()
     only_read: bool = False
-    in_memory: bool = False
-    for_engines: bool = False
+    second_is: Naming | None = None
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
         """Both with parts of their names replaced, as a row's."""
@@ -270,9 +279,10 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `names_by` is whose names the rows have in Megatron: those of
-    Megatron-Core, whose modules have all of them, whatever it computes with them; of Megatron-Bridge, with modules of
-    its own; or of this project, as neither has them all.
+    makes again by itself, as patterns with `{layer}`. `behind` are modules that the class defines at another place than
+    most do (`checkpoints/numbered_optimizer.py`), each directly behind another module. `names_by` is whose names the
+    rows have in Megatron: those of Megatron-Core, whose modules have all of them, whatever it computes with them; of
+    Megatron-Bridge, with modules of its own; or of this project, as neither has them all.
     """
 
     model_types: Mapping[str, str]
@@ -280,21 +290,18 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
+    behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
 
     def spelled(
         self,
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
-        respelled: bool = False,
-        wanted: Collection[str] = (),
-        in_memory: bool = False,
-        for_engine: bool = False,
+        naming: Naming = "as stored",
+        codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
-        """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
-        `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
-        are `wanted`, or the result is `for_engine`: for one that does not load by the model's own class. `in_memory`
-        are the names that the model's class has in memory: experts in one tensor."""
+        """The rows, each in the spelling that `naming` asks for, with the one in `stored` as `as_stored`. One that is
+        `only_read` is written where its names are those of weights that become `codes` again."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
@@ -303,16 +310,12 @@ class Architecture:
             second_names = {each.hf for each in row.second}
             third = tuple(each for each in row.also if each.hf not in second_names)
             second = row.also if _any_stored(third, stored, model) else row.second
-            if (
-                (row.only_read and _any_stored(row.second, wanted, model))
-                or (in_memory and row.in_memory)
-                or (for_engine and row.for_engines)
-            ):
+            if naming == row.second_is or (row.only_read and _any_stored(row.second, codes, model)):
                 here = {_key(each): each for each in (*row.first, *row.also) if _any_stored((each,), stored, model)}
                 rows += (replace(each, as_stored=here.get(_key(each))) for each in row.second)
             elif not _is_stored(row.first, second, stored, model):
                 rows += row.first
-            elif respelled or row.only_read:
+            elif naming != "as stored" or row.only_read:
                 found = {_key(each): each for each in second}
                 rows += (replace(first, as_stored=found[_key(first)]) for first in row.first)
             else:

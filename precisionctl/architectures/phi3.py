@@ -10,10 +10,9 @@ from precisionctl.architectures.config_keys import (
     Config,
     Key,
     Rule,
-    everywhere,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama_rows import ATTENTION_NORM, JOINED_MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rearrangements import QKV, Joined

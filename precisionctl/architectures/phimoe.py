@@ -19,10 +19,9 @@ from precisionctl.architectures.config_keys import (
     Only,
     Rule,
     attention_bias,
-    everywhere,
     heads,
-    sliding_window,
 )
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     ATTENTION_NORM_BIAS,

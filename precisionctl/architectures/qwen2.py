@@ -3,7 +3,8 @@
 Trap: no key of config.json says that those biases are there, and o_proj has none.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, tied
+from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

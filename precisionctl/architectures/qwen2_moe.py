@@ -3,7 +3,8 @@
 Trap: without `norm_topk_prob`, as released, the chosen experts' weights are their scores among all.
 """
 
-from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, size, sliding_window, tied
+from precisionctl.architectures.config_keys import SILU, SIZES, Always, Config, Key, heads, size, tied
+from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, GATED_SHARED_EXPERT, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture

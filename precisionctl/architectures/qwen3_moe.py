@@ -9,14 +9,12 @@ from precisionctl.architectures.config_keys import (
     Fields,
     Key,
     Rule,
-    everywhere,
     heads,
     is_on,
     layers,
-    numbered_layers,
     size,
-    sliding_window,
 )
+from precisionctl.architectures.config_layers import everywhere, numbered_layers, sliding_window
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, MLP, MLP_NORM, ROTARY, TIED, model_rows
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
 from precisionctl.architectures.param_map import Architecture
@@ -58,6 +56,7 @@ EXPERT_KEYS: tuple[Entry, ...] = (*EXPERTS_OF_LAYERS, SCORES)
 
 ARCHITECTURE = Architecture(
     model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
+    behind={"gate": "experts"},
     rows=model_rows(*ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERTS),
     config=(
         *COMMON,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from precisionctl.architectures.param_map import Architecture, Place, Row
+from precisionctl.architectures.param_map import Architecture, Naming, Place, Row
 from precisionctl.dtypes import DType
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -56,10 +56,8 @@ class ReadOff(Architecture):
         self,
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
-        respelled: bool = False,
-        wanted: Collection[str] = (),
-        in_memory: bool = False,
-        for_engine: bool = False,
+        naming: Naming = "as stored",
+        codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 

@@ -118,6 +118,23 @@ class Grouped(_RowPermutation):
         return heads.swapaxes(1, 2).reshape(query.shape)
 
 
+class GroupedTurnedBack(Grouped):
+    """The same of a model whose rotary pairs turn the other way (nanochat): the halves of each head of queries and keys
+    change places, and turn as Megatron's do."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        query, key, value = parts
+        return super().merge((self._swapped(query, model), self._swapped(key, model), value), model)
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        query, key, value = super().split(whole, model)
+        return self._swapped(query, model), self._swapped(key, model), value
+
+    def _swapped(self, rows: Movable, model: ModelShape) -> Movable:
+        halves = rows.reshape(-1, 2, model.kv_channels // 2, *rows.shape[1:])
+        return halves[:, [1, 0]].reshape(rows.shape)
+
+
 class GroupedWithGate(_RowPermutation):
     """The same with an output gate that is a tensor of its own in Hugging Face: query, gate, key and value, each of all
     heads (AFMoE)."""
@@ -355,6 +372,7 @@ class Gamma:
 SAME = Same()
 VOCABULARY = Vocabulary()
 QKV = Grouped()
+QKV_TURNED_BACK = GroupedTurnedBack()
 QGKV = GroupedWithGate()
 GATE_UP = Halves()
 GAMMA = Gamma()

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, by_kind
+from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.architectures.config_layers import by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
@@ -128,12 +129,18 @@ def rope_by_kind(base: float, local_base: float, absent: Mapping[str, Mapping[st
 
 
 def rope_of_kinds(
-    config: Config, where: object, windows: Sequence[bool], absent: Mapping[str, Mapping[str, Any]], percent: float
+    config: Config,
+    where: object,
+    windows: Sequence[bool],
+    absent: Mapping[str, Mapping[str, Any]],
+    percent: float,
+    *,
+    partial: bool = True,
 ) -> Fields:
     """Rotary embeddings of layers with a window and without one, of a class that takes them by kind of layer alone and
     passes over `rope_theta` beside them (Laguna); the two may turn another share of a head. `absent` is what it takes
     where there are none, `percent` the share where a kind says none and has no scaling. Raises DamagedCheckpoint for a
-    kind without parameters or a base."""
+    kind without parameters or a base. `partial` as in `rope`."""
     sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
     parameters = rotary_parameters(
         {key: value for key, value in config.items() if key != _ORIGINAL}, where, 1e4, absent
@@ -153,6 +160,8 @@ def rope_of_kinds(
 
     used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}
+    for fields in () if partial else kinds.values():
+        _check_whole(fields, config, where)
     everywhere = kinds.get("full_attention") or kinds["sliding_attention"]
     in_window = kinds.get("sliding_attention") or everywhere
     if in_window["rope_scaling"] and len(used) == 2:

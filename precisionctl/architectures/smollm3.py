@@ -16,9 +16,9 @@ from precisionctl.architectures.config_keys import (
     is_on,
     layers,
     size,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture

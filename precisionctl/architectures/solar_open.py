@@ -12,6 +12,7 @@ from precisionctl.architectures.rope import rope
 
 ARCHITECTURE = Architecture(
     model_types={"solar_open": "SolarOpenForCausalLM"},
+    behind={"gate": "experts"},
     rows=decoder((*ATTENTION_NORM, *ATTENTION)),
     config=(
         *SIZES_BESIDE_MLP,

@@ -10,12 +10,11 @@ from precisionctl.architectures.config_keys import (
     Key,
     Rule,
     activation,
-    everywhere,
     heads,
     is_on,
-    sliding_window,
     tied,
 )
+from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.llama_rows import (
     ATTENTION,
     ATTENTION_NORM,

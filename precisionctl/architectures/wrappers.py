@@ -15,7 +15,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
 from precisionctl.architectures.moe_rows import EXPERTS, FUSED
-from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.param_map import Architecture, Either, Naming, Row
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
@@ -50,7 +50,7 @@ class WrapperNames:
 
 
 EXPERTS_AS_IN_OUT = Either(
-    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED, in_memory=True
+    tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED), FUSED, second_is="in memory"
 )
 """Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
 reads both, as it has them in memory."""
@@ -263,20 +263,18 @@ class WrappedArchitecture(Architecture):
         self,
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
-        respelled: bool = False,
-        wanted: Collection[str] = (),
-        in_memory: bool = False,
-        for_engine: bool = False,
+        naming: Naming = "as stored",
+        codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         assert self.wrapper is not None, "made by `wrapped`"
-        if in_memory and self.wrapper.body != IN_MEMORY[0]:
+        if naming == "in memory" and self.wrapper.body != IN_MEMORY[0]:
             raise MappingError(
                 f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
                 do="Let transformers read the directory and save its state dict.",
             )
         towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
         rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
-        return (*super().spelled(stored, model, respelled, wanted, in_memory, for_engine), *rows)
+        return (*super().spelled(stored, model, naming, codes), *rows)
 
 
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
@@ -292,7 +290,7 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
     def renamed_either(either: Either) -> Either:
         first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))
         if kind.second and wrapper.body == kind.body:  # as published
-            return Either(second, first, in_memory=True)
+            return Either(second, first, second_is="in memory")
         return replace(either, first=first, second=second)
 
     return WrappedArchitecture(

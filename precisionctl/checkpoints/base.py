@@ -20,11 +20,17 @@ from precisionctl.param import Layout, TensorSpec
 class Companions:
     """Files that belong to a model but hold none of its tensors, as bytes by file name: config.json, generation config,
     tokenizer, chat template, licence. `code` are the Python files among them that `auto_map` names; `notes` tell the
-    user of files that are not copied."""
+    user of files that are not copied. `directory` is where they were read from."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    directory: Path = field(default=Path(), compare=False)
+
+    @property
+    def config_path(self) -> Path:
+        """The config.json among them, for errors: it may be elsewhere than the weights."""
+        return self.directory / "config.json"
 
 
 class Reader(Protocol):

@@ -21,11 +21,16 @@ from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import whole_length
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from numpy.typing import NDArray
     from torch import Tensor
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 """Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
+
+BytesProgress: TypeAlias = "Callable[[int], AbstractContextManager[Callable[[int], None]]]"
+"""Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""
 
 
 @dataclass(frozen=True, slots=True)  # a large checkpoint has hundreds of thousands

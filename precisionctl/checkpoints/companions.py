@@ -3,7 +3,6 @@ why. Also JSON from strangers."""
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import read_file, read_files
 
 
@@ -111,7 +111,7 @@ def needed(hints: Hints, own: Companions) -> Hints:
         return hints
     if without_tokenizer(own) and not without_tokenizer(given):
         code = tuple(sorted({*given.code, *own.code}))
-        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes))
+        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes, own.directory))
     return replace(hints, companions=None, towers=None)
 
 
@@ -139,8 +139,8 @@ def read_companions(directory: Path) -> Companions:
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
     unknown = [path.name for path in there if kinds[path.name] is None and not path.is_dir()]
-    notes = [f"Left behind, because nothing here knows what it is: {_listed(unknown)}."] if unknown else []
-    return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes))
+    notes = [f"Left behind, because nothing here knows what it is: {listed(unknown)}."] if unknown else []
+    return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes), directory)
 
 
 def write_companions(directory: Path, companions: Companions) -> None:
@@ -185,12 +185,12 @@ class _Code:
             kept[key] = value
         if elsewhere:
             self.notes.append(
-                f"{name} names code of other repositories, {_listed(elsewhere)}: whoever opens the result with "
+                f"{name} names code of other repositories, {listed(elsewhere)}: whoever opens the result with "
                 "trust_remote_code fetches it from the Hub."
             )
         if not gone:
             return content
-        self.notes.append(f"Taken out of `auto_map` in {name}, as no such file is in the directory: {_listed(gone)}.")
+        self.notes.append(f"Taken out of `auto_map` in {name}, as no such file is in the directory: {listed(gone)}.")
         config["auto_map"] = kept
         if not kept:
             del config["auto_map"]
@@ -211,16 +211,11 @@ class _Code:
         for imported in sorted(imports & self.there):
             self._add(imported)
         if missing := sorted(imports - self.there):
-            self.notes.append(f"{file} imports what is not in the directory: {_listed(missing)}.")
+            self.notes.append(f"{file} imports what is not in the directory: {listed(missing)}.")
 
 
 def _file_of(reference: str) -> str:
     return f"{reference.partition('.')[0]}.py"
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = [name[:100] for name in names]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
 def to_json(value: object) -> bytes:

@@ -13,6 +13,7 @@ from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints import dcp, torchtitan
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, whole
@@ -81,7 +82,9 @@ class DcpModelReader(TrainerDirectory):
             self._optimizer = split_off(index_of_optimizer)[1]
         prefix = _wrapper(weights)
         in_model = {name.removeprefix(prefix): one for name, one in weights.items()}
-        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, path)
+        numbered = self._optimizer.numbered and says_its_model(self)
+        behind = table_of(self.model_with(in_model)).behind if numbered else {}
+        self._optimizer = with_names(self._optimizer, index_of_optimizer or index, in_model, behind, path)
         self.left, self.unread = self._optimizer.others, self._optimizer.unread
         tensors = {"": self._logical(weights)}
         tensors |= {kind: self._logical(moments) for kind, moments in self._optimizer.moments.items()}

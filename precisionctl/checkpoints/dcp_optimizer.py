@@ -120,9 +120,11 @@ def split_off(index: Index) -> tuple[dict[str, DcpTensor], DcpOptimizer]:
     return weights, DcpOptimizer(states, steps, settings, tuple(others), numbered, parameters)
 
 
-def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], where: Path) -> DcpOptimizer:
+def with_names(
+    found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTensor], behind: Mapping[str, str], where: Path
+) -> DcpOptimizer:
     """The optimizer with its numbered states under the names of `weights`, if the order of those is known and shapes
-    fit; else as it is."""
+    fit; else as it is. `behind` is as for parameter_order."""
     if not found.numbered or any(kinds.keys() != {"step", *MOMENTS} for kinds in found.numbered.values()):
         return found
     shapes = {number: index.tensors[kinds["exp_avg"]].shape for number, kinds in found.numbered.items()}
@@ -131,7 +133,7 @@ def with_names(found: DcpOptimizer, index: Index, weights: Mapping[str, DcpTenso
     groups = [{"params": torch_zip.load(span.read(), span)} for span in ordered]
     with damage("groups of parameters that PyTorch does not save", where):
         try:
-            named = parameters_by_number(groups, shapes, specs, where)
+            named = parameters_by_number(groups, shapes, specs, behind, where)
         except CheckpointError:
             return found
         if any(len(held) > 1 for held in named.values()):  # experts, which the weights have one by one

@@ -73,10 +73,8 @@ class HuggingFaceReader:
         self._file_format = file_format_of(path) or SAFETENSORS
         self.own_companions = read_companions(path)
         self.companions = needed(hints, self.own_companions).companions or self.own_companions
-        own = has_file(path / "config.json", path)
-        where = (path if own else hints.reference or path) / "config.json"
-        config = _load_json(where) if own else parse_json(self.companions.files["config.json"], where)
-        self.config = _with_quantization(config, path)
+        where = self.companions.config_path
+        self.config = _with_quantization(parse_json(self.companions.files["config.json"], where), path)
         # Where config.json names another file to transformers, that and engines would read two models
         chosen = self.config.get("transformers_weights")
         if chosen not in (None, self._file_format.single, self._file_format.index):
@@ -175,7 +173,9 @@ class HuggingFaceReader:
     def _optimizer(self) -> NumberedOptimizer | None:
         """The optimizer of Hugging Face's Trainer; None if it saved none."""
         path = self.path / numbered_optimizer.FILE
-        return NumberedOptimizer(path, self.specs) if has_file(path, self.path) else None
+        if not has_file(path, self.path):
+            return None
+        return NumberedOptimizer(path, self.specs, table_of(self.model).behind)
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.output import lay_out_file
 from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header, split_shards
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
@@ -170,7 +171,9 @@ def _weight_map(directory: Path, file_format: WeightFileFormat) -> dict[str, Pat
             do=f"Remove {index.name} if {single.name} is the model." if missing else "Move one of them away.",
         )
     if missing:
-        raise DamagedCheckpoint(f"shard {missing[0]} is missing", where=directory, do="Download it again.")
+        some = f"{len(missing)} of {len(files)} shards are missing: {listed(missing)}"
+        what, do = (f"shard {missing[0]} is missing", "it") if len(missing) == 1 else (some, "them")
+        raise DamagedCheckpoint(what, where=directory, do=f"Download {do} again.")
     return {name: files[file] for name, file in weight_map.items()}
 
 

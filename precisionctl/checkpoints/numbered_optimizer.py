@@ -53,7 +53,10 @@ _MODULES = (
     *("weight", "bias", "weights_proj"),
 )
 """The names of modules and parameters in transformers' classes. Those of one module are in the order in which it
-defines them, except for `ORDERS`."""
+defines them, except for a family's `behind`."""
+
+_ELSEWHERE = {"post_mlp_layernorm", "kv_a_proj_with_mqa"}
+"""Both are in A.X K1 alone, whose class has this norm within the MLP, and whose files have it beside the others."""
 
 TIED = "lm_head.weight"
 """The output layer, which some checkpoints store although it is tied to the embedding."""
@@ -61,24 +64,15 @@ TIED = "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
 _IN_STACK = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _DOWN = ("down_proj", "w2")
-ORDERS: Sequence[Mapping[str, str]] = (
-    {},
-    {"experts": "router"},
-    {"q_norm": "q_proj", "k_norm": "q_norm"},
-    {"self_attn": "shared_mlp"},
-    {"mlp": "post_mlp_layernorm", "experts": "shared_experts"},
-)
-"""Modules that come at another place in some classes, each directly behind another module: experts before a router's
-`gate`, Gemma 4's norms before the key projection, attention of Granite 4 behind the MLP, the MLP of Trinity behind
-norms and its experts behind the shared ones."""
 
 
 def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]) -> list[str]:
-    """The names, sorted into the order of the model's parameters. `behind` is one of `ORDERS`: the modules that come
-    directly after others. Raises CheckpointError if a module's place is not known."""
+    """The names, sorted into the order of the model's parameters. `behind` is the family's, as Architecture has it.
+    Raises CheckpointError if a module's place is not known."""
     names = list(names)
     ranks = {module: float(rank) for rank, module in enumerate(_MODULES)}
-    unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
+    parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
+    unknown = parts - ranks.keys() or ({"post_mlp_layernorm"} if parts >= _ELSEWHERE else set())
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
         raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
@@ -127,21 +121,22 @@ def names_by_number(groups: Sequence[Any], names: Sequence[str], where: Path) ->
 
 
 def parameters_by_number(
-    groups: Sequence[Any], shapes: Mapping[int, tuple[int, ...]], specs: Mapping[str, TensorSpec], where: Path
+    groups: Sequence[Any],
+    shapes: Mapping[int, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
+    behind: Mapping[str, str],
+    where: Path,
 ) -> dict[int, tuple[str, ...]]:
     """For the number of each parameter, the tensors of `specs` that it holds one after the other: one tensor, or those
-    of all experts.
-
-    Classes order their modules in different ways; the first order is taken with which all `shapes` fit. Raises
-    CheckpointError if none does.
+    of all experts. `behind` is as for parameter_order. Raises CheckpointError where `shapes` do not fit.
     """
     trained = [name for name in specs if not name.endswith(NOT_TRAINED)]
     untied = [name for name in trained if name != TIED]
-    candidates = [(stacked_experts(names), behind) for names in (trained, untied) for behind in ORDERS]
+    candidates = [(stacked_experts(names), behind) for names in (trained, untied)]
     candidates += [({name: (name,) for name in trained}, {})]  # experts one by one, as transformers 4 has them
     refused: CheckpointError | None = None
-    for held, behind in candidates:
-        order = parameter_order(held, where, behind)
+    for held, of_class in candidates:
+        order = parameter_order(held, where, of_class)
         try:
             named = names_by_number(groups, order, where)
         except CheckpointError as error:
@@ -171,13 +166,15 @@ def _holds(shape: tuple[int, ...], specs: Sequence[TensorSpec]) -> bool:
 
 @dataclass(frozen=True)
 class NumberedOptimizer:
-    """The optimizer in a file of torch.save. `parameters` are the model's. Reading it reads its pickle alone.
+    """The optimizer in a file of torch.save. `parameters` are the model's, and `behind` its family's, as Architecture
+    has it. Reading it reads its pickle alone.
 
     Its properties raise CheckpointError where it is not AdamW's, or not of these parameters.
     """
 
     path: Path
     parameters: Mapping[str, TensorSpec]
+    behind: Mapping[str, str]
 
     @cached_property
     def _state(self) -> tuple[dict[int, dict[str, Any]], Sequence[Mapping[str, Any]], dict[int, tuple[str, ...]]]:
@@ -200,7 +197,7 @@ class NumberedOptimizer:
                     what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
                     raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
                 shapes[index] = next(iter(tensors.values())).shape
-            return states, groups, parameters_by_number(groups, shapes, self.parameters, self.path)
+            return states, groups, parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
 
     @cached_property
     def _tensors(self) -> Mapping[str, LocatedTensor]:

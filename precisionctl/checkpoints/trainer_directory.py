@@ -1,7 +1,7 @@
 """Shared by checkpoints of trainers that have Hugging Face's names but no description of the model. A config.json
 describes it: beside the checkpoint, as Hugging Face's Trainer writes it, or in the reference."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +52,13 @@ class TrainerDirectory:
                 where=self.path,
                 do=f"{WITH_REFERENCE} Or copy these beside the checkpoint.",
             )
-        path = self.path / "config.json"
-        return read_model(parse_json(self.companions.files["config.json"], path), path, self.specs)
+        return self.model_with(self.specs)
+
+    def model_with(self, stored: Collection[str]) -> ModelShape:
+        """The model that config.json describes, with tensors of these names."""
+        companions = self.companions
+        path = companions.config_path
+        return read_model(parse_json(companions.files["config.json"], path), path, stored)
 
     @cached_property
     def fp8(self) -> Fp8States | None:

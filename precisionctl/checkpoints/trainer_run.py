@@ -58,6 +58,11 @@ class TrainedReader(Reader, Protocol):
         ...
 
     @property
+    def unread(self) -> str:
+        """In words, the parts of an optimizer that are not read; empty if there are none."""
+        ...
+
+    @property
     def trainer_run(self) -> TrainerRun:
         """The run's state besides tensors. Raises CheckpointError if it contradicts itself, or lacks the count of
         updates."""

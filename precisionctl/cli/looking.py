@@ -1,6 +1,7 @@
 """Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval and doctor."""
 
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from precisionctl.cli.options import (
     EngineName,
     Percent,
     grouped_columns_option,
+    is_given,
     iteration_option,
     json_option,
     reference_option,
@@ -72,8 +74,8 @@ def inspect(
     --fp8 measures every weight, reads what was recorded of activations and gradients, and compares both with published
     limits. You see what would underflow or saturate, and what to keep in BF16 (docs/switching.md).
     """
-    if not fp8 and (fp8_state or html):
-        raise click.UsageError("--fp8-state and --html are for --fp8.")
+    if not fp8 and (fp8_state or html or is_given("workers")):
+        raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
     from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
@@ -160,6 +162,8 @@ def verify(
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
     if (fp8_state or reference) and b is None:
         raise click.UsageError("--fp8-state and --reference need a second checkpoint.")
+    if fp8 and target is not None:
+        raise click.UsageError("--fp8 compares codes with a second checkpoint, or checks A alone: --target does not.")
     if (ranks > 1 or expert_parallel) and target is None:
         raise click.UsageError("--tp and --expert-parallel are for --target.")
     if b is not None:
@@ -177,16 +181,16 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
-    from precisionctl.commands.notes import vocabulary_notes
     from precisionctl.commands.source import open_hinted
+    from precisionctl.commands.source_notes import vocabulary_notes
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
-    from precisionctl.verify.compare import bytes_to_compare, compare
+    from precisionctl.verify.compare import compare
 
     left, right = (open_hinted(path, None, None, reference, None) for path in (a, b))
     state = sidecar.read(fp8_state) if fp8_state else None
-    with console.bytes_progress("comparing", bytes_to_compare(left, right)) as on_bytes:
-        comparison = compare(left, right, fp8=fp8, state=state, on_bytes=on_bytes)
+    progress = partial(console.bytes_progress, "comparing")
+    comparison = compare(left, right, fp8=fp8, state=state, progress=progress)
     if json_wanted:
         print_json(comparison.as_json())
     else:
@@ -205,8 +209,9 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
     from precisionctl.verify.code_comparison import compare_codes
+    from precisionctl.verify.hf_tensors import HfTensors
 
-    weights = list(compare_codes(open_checkpoint(path), None))
+    weights = list(compare_codes(HfTensors(open_checkpoint(path)), None))
     if not weights:
         raise PrecisionError(
             "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
@@ -320,14 +325,19 @@ def evaluate(
     json_wanted: bool,
 ) -> None:
     """Measure the perplexity of CHECKPOINT in the precision that it is stored in, or run lm-eval's tasks."""
-    if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
-        raise click.UsageError("eval needs either --data (and --against is for it) or --tasks (and --limit is for it).")
+    of_data = against or is_given("sequence_length")
+    if (data is None) == (tasks is None) or (tasks and of_data) or (limit and not tasks):
+        raise click.UsageError(
+            "eval needs either --data (--against and --sequence-length are for it) or --tasks (--limit is for it)."
+        )
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.export.model_card import NAME as CARD
-    from precisionctl.export.model_card import write_quality
+    from precisionctl.export.model_card import around_quality, write_quality
     from precisionctl.reports import evaluation as report
 
+    if card:
+        around_quality(checkpoint)  # what cannot be written is found before hours of measuring
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
     if tasks:
         from precisionctl.evaluate.harness import run_tasks

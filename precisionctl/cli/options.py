@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from precisionctl.checkpoints.hub import HubName
@@ -226,6 +227,11 @@ exclude_option = click.option(
 iteration_option = click.option(
     "--iteration", type=int, help="Iteration to read from a Megatron directory. Default: the newest."
 )
+
+
+def is_given(parameter: str) -> bool:
+    """Whether the user gave an option of the running command, which has a default."""
+    return click.get_current_context().get_parameter_source(parameter) is not ParameterSource.DEFAULT
 
 
 def megatron_fp8_options(command: Callback) -> Callback:

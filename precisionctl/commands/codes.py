@@ -15,11 +15,11 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     known_state_notes,
     rounded_notes,
-    source_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
@@ -33,6 +33,7 @@ from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.planning.served_model import served
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CHANNEL, FIXED_INPUTS, FOUR_BITS, TENSOR, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
@@ -59,21 +60,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     """
     reader, known, model = source.reader, source.known, source.plan.model
     precision = request.numerics(model)
-    scheme, why, notes = request.scheme, "", []
-    if request.target is None:
-        untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
-        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
-    if scheme is None:
-        scheme, why = best_scheme(
-            engine,
-            source.plan,
-            precision,
-            source.states,
-            source.encodings,
-            known.why_none,
-            are_codes=bool(reader.encodings),
-        )
-        notes.append(f"Scheme {scheme}: {why}.")
+    scheme, why = _scheme(request, source, engine, precision)
+    notes = [f"Scheme {scheme}: {why}."] if why else []
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
     if scheme in FIXED_INPUTS:
@@ -88,6 +76,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             where=found[0].where,
             do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
         )
+    config = _config_of(reader, model)
     policy = in_scheme(
         source.plan,
         source.states,
@@ -99,16 +88,24 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         ],
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
-        kept=partial(engine.kept, _config_of(reader, model), form.method.name, tied=isinstance(model, UntabledModel)),
+        kept=partial(engine.kept, config, form.method.name, tied=isinstance(model, UntabledModel)),
     )
-    if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
+    coded = dict.fromkeys(name for job in policy.jobs for name in job.writes)
+    joins = partial(engine.check_joined, config, form.method, form.spelling.config(scheme, ()))
+    if found := engine.check_experts(coded, form.method.name, scheme):
+        another, in_bf16 = "Choose another scheme (`export-inference --scheme`)", "--exclude '*.experts.*'"
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Choose another scheme (`export-inference --scheme`), or leave the experts in BF16: "
-            "--exclude '*.experts.*'.",
+            do=f"{another}." if joins(source.plan.targets) else f"{another}, or leave the experts in BF16: {in_bf16}.",
         )
-    coded = {name for job in policy.jobs for name in job.writes}
+    codes = {name: form.spelling.codes(source.plan.targets[name], scheme) for name in coded}
+    if found := joins({**source.plan.targets, **codes}):
+        raise PrecisionError(
+            f"{engine.title} loses tensors that it joins with others as it loads them: {found[0].what}",
+            where=found[0].where,
+            do="Choose --scheme static or dynamic, or another engine (--target).",
+        )
     values = (name for name in source.plan.targets if name not in coded)
     _check_blocks(engine, model.architecture, scheme, values)
     if policy.inputs is not None:
@@ -136,6 +133,24 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _scheme(request: Request, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:
+    """The scheme, and why it was chosen, if it was not asked for."""
+    if request.target is None:
+        untrained = isinstance(source.plan.model, UntabledModel) and not source.states  # nor could a command record any
+        return _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"], ""
+    if request.scheme:
+        return request.scheme, ""
+    return best_scheme(
+        engine,
+        source.plan,
+        precision,
+        source.states,
+        source.encodings,
+        source.known.why_none,
+        are_codes=bool(source.reader.encodings),
+    )
 
 
 def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:

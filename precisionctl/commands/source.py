@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from precisionctl.architectures.families import read_model
+from precisionctl.architectures.param_map import Naming
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import parse_json, read_companions, without_tokenizer
@@ -17,7 +18,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
-from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
+from precisionctl.conversion.known_state import KnownState, known_state
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError
@@ -66,9 +68,16 @@ class Source:
         return self.encodings if self.reader.encodings else None
 
     @cached_property
+    def of_weights(self) -> str:
+        """The digest of the weights."""
+        return self.known.of_weights or digest_weights(self.reader)
+
+    @property
     def fixed_scales(self) -> WeightEncodings | None:
-        """The encodings whose fixed scales of inputs and caches are still valid, if they are."""
-        return self.encodings if self.encodings and fixed_scales_hold(self.reader, self.encodings) else None
+        """The encodings if their fixed scales of inputs and caches are still valid: the weights are the codes that they
+        came with, or the values that these decode to."""
+        encodings = self.encodings
+        return encodings if encodings and (self.encodings_now or encodings.of_weights == self.of_weights) else None
 
 
 def open_source(request: Request) -> Source:
@@ -104,19 +113,36 @@ def open_source(request: Request) -> Source:
         dtype=_dtype_of_values(request, reader),
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)),
-        wanted=encodings.weights if encodings and request.for_inference else (),
-        state_dict=request.is_state_dict,
-        for_engine=engine is not None and not engine.loads_own_classes,
+        naming=_naming(request, reader, engine),
+        codes=encodings.weights if encodings and request.for_inference else (),
     )
     if request.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
-    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
+    known = known_state(
+        reader,
+        plan.gemms,
+        request.fp8_state,
+        request.state_recipe,
+        drop=request.drop_fp8_state,
+        of_weights=encodings.of_weights if encodings and reader.encodings else None,
+    )
     if request.include or request.exclude:  # what was recorded is of all that a recipe computes in FP8
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
     return Source(reader, plan, encodings, known, trained, engine)
+
+
+def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
+    """Whose names the result has: those of a Hugging Face directory stay, those of another trainer's checkpoint are
+    what the model's class has in memory, and not what it saves."""
+    if request.is_state_dict:
+        return "in memory"
+    if engine and not engine.loads_own_classes:
+        return "for engines"
+    if request.for_inference or (of_trainer(reader) and not isinstance(reader, HuggingFaceReader)):
+        return "as saved"
+    return "as stored"
 
 
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
@@ -148,7 +174,7 @@ def open_hinted(
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     own = reader.own_companions
     if companions and not architecture and without_tokenizer(own) and not without_tokenizer(companions):
-        configs = [parse_json(one.files["config.json"], where) for one, where in ((own, path), (companions, reference))]
+        configs = [parse_json(one.files["config.json"], one.config_path) for one in (own, companions)]
         mine, theirs = (config.get("vocab_size") for config in configs)
         if None not in (mine, theirs) and mine != theirs:
             what = "the reference is of another model: its vocabulary has another size"
@@ -171,16 +197,18 @@ def open_hinted(
         try:
             _ = reader.model
         except DamagedCheckpoint as error:
-            raise RecipeError(
-                f"the reference is of another model: {error.what}", where=reference, do="Give another one."
-            ) from error
+            what = f"the reference is of another model: {error.what}"
+            do = (
+                "Give another one. Or does the checkpoint store other arguments than it trained by? Then save it again."
+            )
+            raise RecipeError(what, where=reference, do=do if of_megatron(reader) else "Give another one.") from error
     return reader
 
 
 def _check_same_model(reader: Reader, companions: Companions, reference: Path | None) -> None:
     """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
-    sides = ((reader.own_companions, reader.path), (companions, reference))
-    configs = [(parse_json(one.files["config.json"], where), where) for one, where in sides]
+    sides = ((one.files["config.json"], one.config_path) for one in (reader.own_companions, companions))
+    configs = [(parse_json(data, where), where) for data, where in sides]
     if configs[0][0] == configs[1][0]:
         return
     model, other = (read_model(config, where, reader.specs) for config, where in configs)
@@ -210,6 +238,6 @@ def _companions_of(reference: Path) -> Companions:
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
     """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
     read."""
-    config = parse_json(companions.files["config.json"], reference / "config.json")
+    config = parse_json(companions.files["config.json"], companions.config_path)
     has_weights = not (reference / "config.json").is_file() or file_format_of(reference) is not None
     return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from precisionctl.commands.build import Result
-from precisionctl.commands.notes import input_scale_notes, rounded_notes, source_notes
+from precisionctl.commands.notes import input_scale_notes, rounded_notes
 from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import OF_PREDICTION, input_amaxes

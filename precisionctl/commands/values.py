@@ -10,19 +10,17 @@ from precisionctl.checkpoints.trainer_run import OF_THE_LOOP, of_trainer
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
-    decoded_base_notes,
     decoded_notes,
     known_state_notes,
     payload_notes,
-    source_notes,
     stage_notes,
     state_notes,
     tower_notes,
 )
 from precisionctl.commands.request import STATE_DICTS, TORCHTITAN, Request
 from precisionctl.commands.source import Source
+from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.conversion.known_state import NOT_KNOWN
-from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
@@ -116,5 +114,5 @@ def _live_state(
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)
     elif state is None:
-        states = replace(states, of_weights=digest_weights(reader))
+        states = replace(states, of_weights=source.of_weights)
     return states, [*state_notes(change)]

@@ -117,20 +117,23 @@ def changed_notes(
     scheme, in_scheme = _other_scheme(encodings, plan)
     if in_new := [name for name in others if name in in_scheme]:
         others = [name for name in others if name not in in_scheme]
-        codes = _counted("codes differ from what the old scales give", in_new, changed, encodings)
-        yield f"The scheme changed from {scheme}: all of {counted(len(in_new), 'weight')} are encoded again: {codes}"
+        codes = _counted(_OTHERWISE, in_new, changed, encodings)
+        yield f"The scheme changed from {scheme}: all of {counted(len(in_new), 'weight')} are encoded again. {codes}"
     if others:
         # of new values nobody has the codes from before: what they would be under the old scales is compared
-        codes = _counted("codes differ from what the old scales give", others, changed, encodings)
+        codes = _counted(_OTHERWISE, others, changed, encodings)
         yield (
-            f"{len(others)} have blocks with new scales (their values have changed, their rows were split, or other "
-            f"blocks were asked for): {codes}"
+            f"{len(others)} have blocks that are encoded again (their values have changed, their rows were split, or "
+            f"other blocks were asked for). {codes}"
         )
     for edge in dict.fromkeys(found.values()):
         names = [name for name in found if found[name] == edge]
         rounded = [name for name in names if changed.get(name)]
         what = _counted("values differ", rounded, changed, encodings) if rounded else "no value differs."
         yield f"{len(names) - len(rounded)} of {len(names)} weights {edge} are exactly what they were: {what}"
+
+
+_OTHERWISE = "of their codes would be others under the scales from before"
 
 
 def _other_scheme(encodings: WeightEncodings, plan: Plan) -> tuple[str, set[str]]:

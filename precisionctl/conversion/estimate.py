@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import directory_above
@@ -23,13 +26,15 @@ PLANNED = 2100
 900 to 1,600, and 1,900 from a `torch_dist` whose index PyTorch has pickled (benchmarks/planning.py)."""
 
 PROBE = 256 << 20
-"""Bytes copied to measure the disk; fewer if the source is smaller."""
+"""Bytes copied to measure the disk; fewer if the source is smaller, or the disk nearly full."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
 class Estimate:
     """`memory` is the bytes that the plan takes and the workers allocate, without the program itself; `seconds` the
-    time that it will take, None if the source has no file to measure the disk with."""
+    time that it will take, None if the disk cannot be measured: the source has no file, or the disk no room."""
 
     memory: int
     seconds: float | None
@@ -47,19 +52,32 @@ def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Est
 
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
-    """Bytes per second that can be read from the source, written to `directory` and synced; None without files."""
+    """Bytes per second that can be read from the source, written to `directory` and synced; None without files, or
+    room."""
+    disk = shutil.disk_usage(directory)
+    most = min(PROBE, max(0, disk.free) // 2) if disk.total else PROBE  # others may need the room meanwhile
+    block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
     try:
-        target = tempfile.TemporaryFile(dir=directory)
+        with _scratch_file(directory) as target:
+            for count in islice((count for file in reader.files for count in _read(file, block)), most // BUFFER):
+                copied += target.write(memoryview(block)[:count])
+            target.flush()
+            os.fsync(target.fileno())
     except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return None
+    return copied / (time.perf_counter() - start) if copied else None
+
+
+def _scratch_file(directory: Path) -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(dir=directory)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
         what = f"nothing can be written there: {error.strerror}"
         raise DiskProblem(what, where=directory, do="Choose a destination that can be written to.") from error
-    block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
-    with target:
-        for count in islice((count for file in reader.files for count in _read(file, block)), PROBE // BUFFER):
-            copied += target.write(memoryview(block)[:count])
-        target.flush()
-        os.fsync(target.fileno())
-    return copied / (time.perf_counter() - start) if copied else None
 
 
 def _read(file: Path, block: bytearray) -> Iterator[int]:

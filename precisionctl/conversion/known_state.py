@@ -11,7 +11,6 @@ from functools import cached_property, reduce
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, merged, read_state, under_recipe
@@ -55,9 +54,11 @@ def known_state(
     recipe: DelayedScaling | None = None,
     *,
     drop: bool = False,
+    of_weights: str | None = None,
 ) -> KnownState:
     """The known state of the FP8 `gemms` (`Plan.gemms`) of an open checkpoint, under `recipe` if given, else under the
-    checkpoint's own. `file` is that of --fp8-state; `drop` ignores the checkpoint's own state.
+    checkpoint's own. `file` is that of --fp8-state; `drop` ignores the checkpoint's own state; `of_weights` is the
+    digest of the weights, if it has been taken.
 
     Raises MappingError for state of another model, and as `sidecar.read` and `Reader.fp8`.
     """
@@ -66,7 +67,7 @@ def known_state(
         check_modules(own, gemms)
     if own is None and given is None:
         return KnownState()
-    digest = digest_weights(reader)
+    digest = of_weights or digest_weights(reader)
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
     usable = [states for states in (given, current) if states]
@@ -86,12 +87,6 @@ def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:
     if states.of_weights is not None:
         return states.of_weights == digest
     return of_megatron(reader) and states.iteration == reader.iteration
-
-
-def fixed_scales_hold(reader: Reader, encodings: WeightEncodings) -> bool:
-    """Whether the fixed scales of inputs and caches in `encodings` are valid for a checkpoint: it still has the codes
-    that they came with, or the values that these decode to."""
-    return bool(reader.encodings) or encodings.of_weights == digest_weights(reader)
 
 
 def origin(states: Fp8States) -> str:

@@ -29,6 +29,7 @@ from precisionctl.engines.code_rules import (
 )
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
+from precisionctl.engines.joined_tensors import wrongly_joined
 from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
@@ -36,7 +37,16 @@ from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDire
 from precisionctl.engines.serving import FUSED, HEADS_EVENLY, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CHANNEL, FOUR_BITS, TENSOR, Block, Quantization, QuantMethod, Scheme, in_fp8
+from precisionctl.quant_methods.base import (
+    CHANNEL,
+    FOUR_BITS,
+    TENSOR,
+    Block,
+    Quantization,
+    QuantMethod,
+    Scheme,
+    kind_of,
+)
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
@@ -58,7 +68,8 @@ class Engine:
 
     What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are the schemes,
     or four-bit formats, that it loads of each quant method, `reads_experts` those that it loads for experts too.
-    `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
+    `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `joins` says, by quant method, in which
+    format it loads tensors that it joins with others as it loads them. `global_scales` says what it makes of those
     of NVFP4 that differ among linears that it fuses.
 
     What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
@@ -112,6 +123,7 @@ class Engine:
     evenly: bool = False
     whole_groups: EngineRule | None = None
     bf16_scales: frozenset[str] = frozenset()
+    joins: Mapping[str, EngineRule] = field(default_factory=dict)
     renames: bool = False
     loads_own_classes: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
@@ -166,14 +178,17 @@ class Engine:
         if method is None:
             return always  # plain BF16 or FP16: every engine loads it
         model_type, quantization = str(config.get("model_type")), config["quantization_config"]
-        said = method.read(quantization).narrowed(scales, specs)
-        scheme = said.scheme
+        said = method.read(quantization)
+        scheme = said.narrowed(scales, specs).scheme
         codes = {name: specs[name] for name in scales}
-        by_kind = _by_kind(method, said, coded)
+        kinds = _kinds(method, said, scheme, coded)
+        by_kind: dict[str, list[str]] = {} if coded else {scheme: []}
+        for name, kind in kinds.items():
+            by_kind.setdefault(kind, []).append(name)
         if unread := [kind for kind in by_kind if kind not in self.reads.get(method.name, ())]:
             return [Finding("config.json", f"{method.name} with {_in_words(unread[0])}", self.quantisation)]
         found = QuantizedDirectory(
-            model_type, quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
+            model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
         )
         fused = (*FUSED, LATENT) if self.fuses else ()
         floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
@@ -194,12 +209,13 @@ class Engine:
                 self._names(config, found),
                 self.quantisation,
             ),
+            *self.check_joined(config, method, quantization, specs),
             *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
             *self.check_blocks(model_type, scheme, (name for name in specs if name not in scales)),
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
-            *partly_quantized(scales, specs, self.all_or_none, fused),
+            *partly_quantized(found, self.all_or_none, fused),
             *unequal_in_group(floating, read, self.fused, self.global_scales, fused or FUSED),
             *unequal_experts(scales, read, self.experts),
             *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
@@ -245,6 +261,18 @@ class Engine:
         experts = [] if read else [name for name in names if EXPERT.fullmatch(name)]
         what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
+
+    def check_joined(
+        self,
+        config: Mapping[str, Any],
+        method: QuantMethod,
+        quantization: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+    ) -> list[Finding]:
+        """The weights among these tensors that the engine joins with others as it loads them, and does not find in the
+        format by which it decodes them; of those whose names differ in numbers alone the first."""
+        rule = self.joins.get(method.name)
+        return [*wrongly_joined(config, method, quantization, specs, rule)] if rule else []
 
     def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
         """Why the engine does not divide a model with these tensors among GPUs, as a finding: they do not divide its
@@ -369,16 +397,14 @@ def engine_named(name: str, *others: str) -> Engine:
     return known[name]
 
 
-def _by_kind(method: QuantMethod, said: Quantization, coded: Mapping[str, CodedWeight]) -> dict[str, list[str]]:
-    """The weights by what their codes are: a scheme of FP8, or the name of packed ones. Where exports are written in
-    the method, all have the scheme that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`)."""
-    if not coded or (said.blocks and method.spelling):
-        return {said.scheme: [*coded]}
-    found: dict[str, list[str]] = {}
-    for name, each in coded.items():
-        packing, fixed = each.spec.packing, each.scales.input is not None
-        found.setdefault(packing.name if packing else in_fp8([each.form.block], fixed).scheme, []).append(name)
-    return found
+def _kinds(method: QuantMethod, said: Quantization, scheme: str, coded: Mapping[str, CodedWeight]) -> dict[str, str]:
+    """What the codes of each weight are: a scheme of FP8, or the name of packed ones. Where exports are written in the
+    method, all have the `scheme` that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`), unless
+    the config has parts that differ."""
+    parts_differ = len({*said.by_target.values()}) > 1 or (said.by_target and said.static is None)
+    if said.blocks and method.spelling and not parts_differ:
+        return dict.fromkeys(coded, scheme)
+    return {name: kind_of(each.form, each.scales.input is not None) for name, each in coded.items()}
 
 
 def _in_words(scheme: str) -> str:

@@ -11,13 +11,10 @@ from precisionctl.dtypes import DType
 from precisionctl.engines.ignore_lists import IgnoreList
 from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, FLOATS, Scales
+from precisionctl.quant_methods.base import CODES, EXPONENTS, FLOATS, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_HEAD = ("lm_head",)
-"""What is no linear to engines that read Quark (vLLM 0.33, quark.py get_quant_method_target)."""
 
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
@@ -31,12 +28,12 @@ def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], r
 
 def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     """Scales of a shape or dtype that the scheme does not have."""
-    specs, scheme = directory.specs, directory.scheme
-    exponents = {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": (DType.uint8, DType.float8_e8m0fnu)}
-    dtypes = exponents.get(scheme, FLOATS)
+    specs, exponents = directory.specs, {"block": (*FLOATS, DType.float8_e8m0fnu), "mxfp8": EXPONENTS}
     for weight, scales in directory.scales.items():
         if specs[weight].packing or directory.spelling is None:
             continue  # such codes are not recognised with others
+        scheme = directory.kinds[weight]
+        dtypes = exponents.get(scheme, FLOATS)
         for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
@@ -51,7 +48,7 @@ def wrongly_ignored(
 ) -> Iterator[Finding]:
     """Linears that are codes and ignored, or neither: the engine would misread both."""
     is_ignored = ignore_list.of(directory.quantization)
-    never = directory.spelling.never if directory.spelling else _HEAD
+    never = directory.spelling.never if directory.spelling else ()
     for name in linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:
@@ -89,16 +86,19 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def partly_quantized(
-    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
+    directory: QuantizedDirectory, rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     """Fused linears, or a layer's experts, of which only some are codes, or in another format."""
+    scales, specs, kinds = directory.scales, directory.specs, directory.kinds
     for group in (*fused_weights(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(
                 quantised[0], f"{specs[quantised[0]].codes_name} codes, but not all that it is fused with", rule
             )
-        formats = {(specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantised}
+        formats = {
+            (kinds[name], specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantised
+        }
         if len(formats) > 1:
             yield Finding(quantised[0], "codes in another format than those that it is fused with", rule)
 

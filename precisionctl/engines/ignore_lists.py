@@ -1,5 +1,6 @@
 """Which linears a `quantization_config` leaves unquantized. Each engine matches its list of names differently."""
 
+import itertools
 import math
 import re
 import time
@@ -35,26 +36,64 @@ class Matching:
         plain = listed.keys() - patterns
         return lambda module: self.named(plain, module) or any(self.matches(entry, module) for entry in patterns)
 
+    def first(self, entries: Iterable[str]) -> Callable[[str], str | None]:
+        """The first of these entries, in their order, that is a module's whole name or a pattern that means it. Raises
+        as `of`."""
+        places = {entry: place for place, entry in enumerate(dict.fromkeys(entries))}
+        patterns = [entry for entry in places if self.are_patterns.search(entry)]
+
+        def found(module: str) -> str | None:
+            last = places.get(module, len(places))
+            before = itertools.takewhile(lambda entry: places[entry] < last, patterns)
+            pattern = next((entry for entry in before if self.matches(entry, module)), None)
+            return pattern or (module if module in places else None)
+
+        return found
+
 
 @dataclass(frozen=True)
 class IgnoreList:
-    """The list of linears that a `quantization_config` leaves unquantized, under the first of `keys` that has one."""
+    """The list of linears that a `quantization_config` leaves unquantized, under the first of `keys` that has one. To
+    an engine that has `heads_apart`, a head is no linear: it is quantized only where a target names it."""
 
     keys: tuple[str, ...]
     matching: Matching
+    heads_apart: bool = False
 
     def of(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
         """Whether a linear, by its module's name, is not quantized: it is no target, or it is on the list. Raises as
         `Matching.of`."""
         entries = next((found for key in self.keys if (found := quantization.get(key))), ())
-        on_list = self.matching.of(words(entries))
-        groups = quantization.get("config_groups")  # without any, all linears are targets
+        on_list, is_target = self.matching.of(words(entries)), self._targets(quantization)
+        return lambda module: not is_target(module) or on_list(module)
+
+    def _targets(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether a linear is a target: all are, where none is named, or a class of modules is."""
+        layers = quantization.get("quantized_layers")
+        if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
+            return lambda module: any(name in layers for name in names_in_layers(module))
+        groups = quantization.get("config_groups")
         listed = list(groups.values()) if isinstance(groups, Mapping) else []
         targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
-        if not targets or any(map(_of_a_class, targets)):
-            return on_list
-        is_target = BY_NAME_OR_REGEX.of(targets)
-        return lambda module: not is_target(module) or on_list(module)
+        is_named = BY_NAME_OR_REGEX.of(targets)
+        if targets and not any(map(is_of_a_class, targets)):
+            return is_named
+        return lambda module: is_named(module) or not (self.heads_apart and module.endswith("lm_head"))
+
+
+def names_in_layers(module: str) -> Iterator[str]:
+    """The names under which ModelOpt's `quantized_layers` may have a module: its own, and that of all experts of its
+    layer; both also with the words of a wrapper the other way round. vLLM 0.33 and SGLang 0.5.23, modelopt.py and
+    modelopt_quant.py _resolve_quant_algo."""
+    experts, named_so, _ = module.partition(".experts.")
+    for name in (module, *([f"{experts}.experts"] if named_so else [])):
+        yield name
+        for words_of_wrapper, others in (_WRAPPERS, _WRAPPERS[::-1]):
+            if name.startswith(words_of_wrapper):
+                yield others + name.removeprefix(words_of_wrapper)
+
+
+_WRAPPERS = ("language_model.model.", "model.language_model.")
 
 
 def words(value: object) -> Iterator[str]:
@@ -63,7 +102,7 @@ def words(value: object) -> Iterator[str]:
         yield from (entry for entry in value if isinstance(entry, str))
 
 
-def _of_a_class(target: str) -> bool:
+def is_of_a_class(target: str) -> bool:
     """Whether a target means modules of a class, such as `Linear`, and not some by their names."""
     return "." not in target and not target.startswith("re:") and target[:1].isupper()
 

@@ -11,7 +11,7 @@ from typing import Any
 from precisionctl.engines.code_rules import EXPERT, fused_weights
 from precisionctl.engines.demands import CONFIG, beyond_bf16
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
-from precisionctl.engines.serving import FUSED
+from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, Scales, sized
 
 _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
@@ -53,7 +53,7 @@ def zero_points_of(*bits: int) -> Demand:
 
 def int8_inputs_of_group_unequal(directory: QuantizedDirectory) -> Breaches:
     """Fused linears in INT8 whose fixed input scales or zero points differ."""
-    for group in fused_weights(directory.scales, FUSED):
+    for group in fused_weights(directory.scales, (*FUSED, LATENT)):
         fixed = [name for name in group if _of_int8(directory, name) and directory.scales[name].input is not None]
         found = {_fixed_input(directory, directory.scales[name]) for name in fixed}
         if len(found) > 1:

@@ -1,4 +1,4 @@
-"""The names that transformers gives a directory's modules in memory, by its own table of renamings.
+"""What transformers makes of a directory's names in memory, by its own tables: other names, and tensors of several.
 
 A list of modules that are not quantized is held against the names in memory. transformers renames what it reads by
 tables for model types and classes (its conversion_mapping.py, 5.23), which are looked up here without making a model.
@@ -6,6 +6,7 @@ Those of a model's root are applied as they are. Those of a part hold within the
 model tells; so they are tried behind the first words of a name, and give names that may be none.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,23 +39,63 @@ def _is_around_body(config: Mapping[str, Any]) -> bool:
 
 def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
     """For each module all names that it may have: its own, those of `renamed`, and those that tables of parts give.
-    Raises DamagedCheckpoint for parts of more kinds than any model has."""
-    kinds = dict.fromkeys(tuple(_of_body(part)) for part in _parts(config))
-    parts = [table for kind in kinds if (table := _table(kind))]
-    if len(parts) > MOST_PARTS:
-        raise DamagedCheckpoint(f"{len(parts)} kinds of models in one", where="config.json")
-    found = {}
+    Raises as `_of_parts`."""
+    parts, found = _of_parts(config), {}
     for module, names in renamed(config, modules).items():
         all_names = dict.fromkeys((module, *names))
         for table in parts:
             for name in tuple(all_names):
-                words = name.split(".")
-                for depth in range(min(_DEEPEST, len(words) - 1) + 1):
-                    prefix = "".join(f"{word}." for word in words[:depth])
+                for prefix in _prefixes(name):
                     inner = _through(table, name.removeprefix(prefix))
                     all_names |= dict.fromkeys(prefix + each for each in inner)
         found[module] = list(all_names)
     return found
+
+
+def joined(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
+    """The weights that become a part of another tensor, or several tensors; of those whose names differ in numbers
+    alone the first. Without those whose result is a linear that has scales of its own, as one made of `codes` has.
+    Raises as `_of_parts`.
+
+    With these, and no others, transformers looks for scales (5.23, quantizers/base.py update_weight_conversions)."""
+    root, parts = _of_root(config), _of_parts(config)
+    coded = (name.removesuffix(".weight") for name in _unlike(codes))
+    scaled = "\n".join(f"{name}.weight" for names in renamed(config, coded).values() for name in names)
+    for name in _unlike(weights):
+        inner = ((table, name.removeprefix(prefix)) for table in parts for prefix in _prefixes(name))
+        for converter in (_converter(table, each) for table, each in [(root, name), *inner]):
+            if converter is None or not all(each.endswith(".weight") for each in converter.source_patterns):
+                continue
+            if not re.search(f"{converter.target_patterns[0]}$", scaled, re.MULTILINE):
+                yield name
+                break
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _unlike(names: Iterable[str]) -> Iterable[str]:
+    """Of names that differ in numbers alone, as those of layers and experts, the first."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("0", name), name)
+    return found.values()
+
+
+def _converter(table: list[Any], name: str) -> Any:
+    """The first of a table that converts a tensor, once it is renamed by all that rename; None if none does."""
+    for transform in table:
+        name, matched = transform.rename_source_key(name)
+        if matched is not None and _converts(transform):
+            return transform
+    return None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The first words of a name, none to as many as the names of a part may stand behind."""
+    words = name.split(".")
+    for depth in range(min(_DEEPEST, len(words) - 1) + 1):
+        yield "".join(f"{word}." for word in words[:depth])
 
 
 def _through(table: list[Any], module: str) -> list[str]:
@@ -109,6 +150,15 @@ def _of_transformers() -> tuple[Mapping[str, Any], Any]:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     return MODEL_MAPPING_NAMES, conversion_mapping.get_checkpoint_conversion_mapping
+
+
+def _of_parts(config: Mapping[str, Any]) -> list[list[Any]]:
+    """The tables of the parts of a model. Raises DamagedCheckpoint for parts of more kinds than any model has."""
+    kinds = dict.fromkeys(tuple(_of_body(part)) for part in _parts(config))
+    parts = [table for kind in kinds if (table := _table(kind))]
+    if len(parts) > MOST_PARTS:
+        raise DamagedCheckpoint(f"{len(parts)} kinds of models in one", where="config.json")
+    return parts
 
 
 def _parts(config: Mapping[str, Any], depth: int = 2) -> Iterator[Mapping[str, Any]]:

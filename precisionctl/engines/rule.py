@@ -42,8 +42,9 @@ class QuantizedDirectory:
 
     model_type, quantization: that of config.json, and its `quantization_config`. method, scheme: the quant method and
     scheme that it names. spelling: the names and shapes of that method's scales; None if no export is written in it.
-    specs: all stored tensors, by name. scales: the names of the scales of each weight that is codes. read: returns a
-    scale's value by its name. hf_quant_config: the content of hf_quant_config.json, if there is one.
+    specs: all stored tensors, by name. scales: the names of the scales of each weight that is codes. kinds: what the
+    codes of each are, a scheme of FP8 or the name of packed ones. read: returns a scale's value by its name.
+    hf_quant_config: the content of hf_quant_config.json, if there is one.
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class QuantizedDirectory:
     spelling: Spelling | None
     specs: Mapping[str, TensorSpec]
     scales: Mapping[str, Scales]
+    kinds: Mapping[str, str]
     read: Callable[[str], Tensor]
     hf_quant_config: Mapping[str, Any] | None = None
 

@@ -21,6 +21,7 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Fused in DeepSeek's attention. The second has 576 rows, not a multiple of 128; all engines but transformers serve it.
 """
 
+_OLMO_HYBRID = tuple(f"linear_attn.{part}_proj" for part in "qkvg")
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -29,8 +30,10 @@ FUSED = (
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
     ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
+    _OLMO_HYBRID,  # of vLLM (models/olmo_hybrid.py), which alone has that model
 )
-"""Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""
+"""Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale. Where the same
+names mean fewer in other models, with the name of their module."""
 
 Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
@@ -107,9 +110,21 @@ def fused(weight: str) -> str:
     """The name of the linear that an engine fuses a weight's linear into: that of the group's first one; its own if it
     is not fused."""
     module = weight.removesuffix(".weight")
-    stem, _, linear = module.rpartition(".")
-    group = next((group for group in (*FUSED, LATENT) if linear in group), None)
-    return f"{stem}.{group[0]}" if group else module
+    group = _group(module)
+    return f"{module.rpartition('.')[0]}.{_linear(group[0])}" if group else module
+
+
+_GROUPS = {part: group for group in (*reversed(FUSED), LATENT) for part in group}
+
+
+def _group(module: str) -> tuple[str, ...] | None:
+    """The group that a linear is fused in; of several the one that names its module, else the first."""
+    above, _, linear = module.rpartition(".")
+    return _GROUPS.get(f"{_linear(above)}.{linear}") or _GROUPS.get(linear)
+
+
+def _linear(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,7 +190,6 @@ class ServingLayout:
         return f"{cut}; with --expert-parallel experts are not cut" if cut and not whole else cut
 
     def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
-        linear = name.removesuffix(".weight").rpartition(".")[2]
         cut, here = self._cut(name) or WHOLE, f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
         outputs, inputs = (spec.columns, spec.rows) if cut.transposed else (spec.rows, spec.columns)
         parts, columns = cut.share(outputs, inputs, self.ranks)
@@ -194,25 +208,27 @@ class ServingLayout:
         if ragged == "never":  # it computes what is stored as one as one linear
             parts = [sum(parts)]
         split = cut.along == "outputs" and self.ranks > 1
-        if any(rows % high for rows in parts) and (split or not self._may_be_ragged(linear, parts, ragged)):
+        if any(rows % high for rows in parts) and (
+            split or not self._may_be_ragged(name.removesuffix(".weight"), parts, ragged)
+        ):
             return f"shape {shape}, whose outputs are not a multiple of {high}"
         return None
 
-    def _may_be_ragged(self, linear: str, parts: list[int], ragged: Ragged) -> bool:
-        group = next((group for group in (*FUSED, LATENT) if linear in group), (linear,))
+    def _may_be_ragged(self, module: str, parts: list[int], ragged: Ragged) -> bool:
+        group = _group(module) or (module,)
         if ragged == "never":
             return sum(parts) < SQUARE[0]  # a single row of scales covers all of them
         if any(rows % SQUARE[0] for rows in parts[:-1]):
             return False
         if ragged == "last" or group == LATENT:
-            return linear == group[-1]
+            return _linear(module) == _linear(group[-1])
         return len(group) == len(parts) == 1
 
     def _cut(self, name: str) -> Cut | None:
         """How GPUs divide a weight; None if that is not known."""
         if self.cuts is not None:
             return self.cuts.get(name)
-        linear = name.removesuffix(".weight").rpartition(".")[2]
+        linear = _linear(name.removesuffix(".weight"))
         if linear in _BY_OUTPUTS:
             return Cut("outputs")
         if linear in _BY_INPUTS:

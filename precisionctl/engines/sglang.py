@@ -9,6 +9,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
+from precisionctl.engines.config_groups import in_another_group
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -108,13 +109,19 @@ ENGINE = Engine(
     },
     expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
-        ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH),  # read as its own mxfp8
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH),
-        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH),
+        ("modelopt", "mxfp8"): IgnoreList(
+            ("exclude_modules", "ignore"), BY_PATH, heads_apart=True
+        ),  # read as its own mxfp8
+        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
+        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
     },
     demands={
+        in_another_group(fuses=True, class_first=True): EngineRule(
+            "of several config groups it takes that of a linear as it is fused, else of the class, else of its parts",
+            "SGLang 0.5.23 compressed_tensors/utils.py find_matched_target",
+        ),
         unsaid_activations("fp8", "mxfp8"): EngineRule(
             "activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"
         ),

@@ -8,6 +8,7 @@ import re
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
+from precisionctl.engines.config_groups import in_another_group
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
 from precisionctl.engines.integer_rules import zero_points_of
@@ -49,7 +50,7 @@ ENGINE = Engine(
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
     },
     reads_experts={
-        "compressed-tensors": ("static", "dynamic"),
+        "compressed-tensors": ("MXFP4", "INT4", "INT8", "static", "dynamic"),
         "fp8": ("block",),
         "mxfp8": ("mxfp8",),
     },
@@ -90,6 +91,13 @@ ENGINE = Engine(
         "transformers 5.23 core_model_loading.py MergeModulelist",
     ),
     bf16_scales=frozenset({"compressed-tensors"}),
+    joins={
+        "compressed-tensors": EngineRule(
+            "what it joins as it loads it, it decodes by one config group, and loses what is not codes of that; values "
+            "stay beside FP8 alone: export a scheme of FP8, or use another engine",
+            "transformers 5.23 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
+        ),
+    },
     renames=True,
     loads_own_classes=True,
     one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
@@ -111,6 +119,10 @@ ENGINE = Engine(
         "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
     },
     demands={
+        in_another_group(fuses=False): EngineRule(
+            "of several config groups it takes that of a linear's name, else of an expression, else of the class",
+            "compressed-tensors 0.20 utils/match.py match_targets",
+        ),
         unsaid_tensors: EngineRule(
             "without weight_block_size it expects blocks of 128",
             "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",

@@ -10,6 +10,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
+from precisionctl.engines.config_groups import in_another_group
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -136,13 +137,17 @@ ENGINE = Engine(
     },
     experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
+        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME),
+        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME, heads_apart=True),
         "mxfp8": IgnoreList(("ignored_layers",), BY_PART_OR_GLOB),
-        "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX),
+        "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
     },
     demands={
+        in_another_group(fuses=True): EngineRule(
+            "of several config groups it takes that of a linear as it is fused, else of its parts, else of the class",
+            "vLLM 0.33 compressed_tensors/utils.py find_matched_target",
+        ),
         unsaid_activations("fp8"): EngineRule(
             "activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"
         ),

@@ -4,10 +4,10 @@ Which format a weight has follows from its tensors. Of inputs there is no tensor
 where a config has formats that differ in these alone, its lists of modules decide, matched as engines match them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, BY_PATH
+from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, names_in_layers
 from precisionctl.errors import PrecisionError
 from precisionctl.quant_methods.base import CodeFormat, InputFormat, QuantMethod, sized
 
@@ -21,14 +21,12 @@ class InputFormats:
 
     def __init__(self, encodings: WeightEncodings, method: QuantMethod) -> None:
         self._encodings = encodings
-        quantization, matching = method.read(encodings.quantization), _MATCHING.get(method.name, BY_PATH)
-        by_target = quantization.by_target
-        self._all = quantization.formats
-        targets: dict[tuple[CodeFormat, ...], list[str]] = {}
-        for target, forms in by_target.items():
-            targets.setdefault(forms, []).append(target)
-        self._named = [(matching.of(each), forms) for forms, each in targets.items()]
-        self._others = [by_target[target] for target in _OF_CLASSES if target in by_target]
+        quantization = method.read(encodings.quantization)
+        self._by_target, self._all = quantization.by_target, quantization.formats
+        first = _MATCHING[method.name].first(self._by_target) if method.name in _MATCHING else None
+        self._named: Callable[[str], Iterable[str]] = (
+            (lambda module: filter(None, [first(module)])) if first else names_in_layers
+        )
 
     def of(self, names: Sequence[str]) -> InputFormat | None:
         """What the inputs of weights become that are computed as one; None where these stay as they are. Raises
@@ -44,8 +42,10 @@ class InputFormats:
         if len(found) == 1:
             return found
         module = name.partition("[")[0].removesuffix(".weight")
-        named = [forms for means, forms in self._named if means(module)]
-        return next(filter(None, (self._fitting(name, forms) for forms in [*named, *self._others])), found)
+        parts = (
+            self._by_target[target] for target in (*self._named(module), *_OF_CLASSES) if target in self._by_target
+        )
+        return next(filter(None, (self._fitting(name, forms) for forms in parts)), found)
 
     def _fitting(self, name: str, forms: Sequence[CodeFormat]) -> set[InputFormat | None]:
         """What those formats round inputs to that a weight's codes and scales can have."""

@@ -65,8 +65,8 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     """The model of a checkpoint, which computes in the precision it is stored in, and that precision in words.
 
     A `plain` model computes with the values, codes decoded, in the dtype of the values that are not codes."""
-    dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
-    plan = make_plan(reader, "megatron", dtype=dtype).text
+    plan = make_plan(reader, "megatron").text
+    dtype = plan.targets[EMBEDDING].dtype
     states = None if plain else _state_of_next_step(reader)
     precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
     model = GPT(plan.model, precision, "emulated", dtype.torch, device)

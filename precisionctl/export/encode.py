@@ -126,10 +126,9 @@ def is_slice(name: str) -> bool:
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
     """The jobs whose weights become codes. Left out are experts that a family stores as one tensor, since no engine
     reads codes of such a tensor, and weights that engines want in the same form as one that stays in BF16."""
-    coded = (job for job in plan.jobs if (job.row.gemm or job.row.only_exported) and job.weights)
-    gemms = [job for job in coded if not is_slice(job.writes[0])]
-    kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.weights}
-    return [job for job in gemms if kept.isdisjoint(map(in_step, job.weights))]
+    jobs = [job for job in plan.jobs if job.row.may_be_codes and job.weights and not is_slice(job.writes[0])]
+    kept = {in_step(name) for job in jobs if not precision.in_fp8(job.module) for name in job.weights}
+    return [job for job in jobs if kept.isdisjoint(map(in_step, job.weights))]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable
 from precisionctl.fp8.carry import FIXED_SCALES
@@ -131,4 +130,4 @@ def state_of_input_scales(reader: Reader, encodings: WeightEncodings | None, pla
     method = encodings.quantization.get("quant_method")
     if not modules:
         return None
-    return Fp8States(recipe, modules, producer=f"{FIXED_SCALES}{method}", of_weights=digest_weights(reader))
+    return Fp8States(recipe, modules, producer=f"{FIXED_SCALES}{method}", of_weights=encodings.of_weights)

@@ -99,15 +99,22 @@ _MAX_BYTES = 4_000_000
 
 
 def write_quality(directory: Path, lines: Iterable[str]) -> None:
-    """Write measurements into the card of an exported directory. Raises OutputError if it has no card of ours."""
+    """Write measurements into the card of an exported directory. Raises OutputError as `around_quality`."""
+    before, after = around_quality(directory)
+    measured = "".join(f"- {_plain(line)}\n" for line in lines)
+    replace_file(directory / NAME, before + measured + after)
+
+
+def around_quality(directory: Path) -> tuple[str, str]:
+    """What the card of an exported directory has before its measurements, and after them. Raises OutputError if it has
+    no card of ours."""
     path = directory / NAME
     text = read_file(path, directory, _MAX_BYTES).decode(errors="replace") if has_file(path, directory) else ""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:
         raise OutputError("there is no model card that an export wrote", where=path, do="Leave --card out.")
-    measured = "".join(f"- {_plain(line)}\n" for line in lines)
-    replace_file(path, before + start + measured + end + after)
+    return before + start, end + after
 
 
 def path_in_command(name: str) -> str:

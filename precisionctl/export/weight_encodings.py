@@ -69,7 +69,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
     weights: dict[str, TensorSpec] = {}
     scales: dict[str, Scales] = {}
-    plan = make_plan(reader, "hf", respelled=True)
+    plan = make_plan(reader, "hf", naming="as saved")
     stored = _Moved(reader, plan)
     for job in plan.jobs:
         if not any(name in reader.encodings for name in job.reads):

@@ -5,11 +5,11 @@ from precisionctl.launch.base import Launch, LaunchSource
 
 
 def launch(source: LaunchSource) -> Launch:
-    """The options of `accelerate launch`. Raises CheckpointError for a checkpoint that is not in Hugging Face's
-    layout."""
-    if source.reader.layout != "hf":
+    """The options of `accelerate launch`. Raises CheckpointError for a checkpoint that is not a Hugging Face
+    directory."""
+    if not source.is_hugging_face:
         raise CheckpointError(
-            "accelerate trains Hugging Face's models, and this is a checkpoint of Megatron's",
+            "accelerate trains Hugging Face directories, and this is not one",
             where=source.path,
             do="Write one: `precisionctl convert CKPT NEW --to hf`.",
         )

@@ -9,8 +9,10 @@ from typing import Any
 
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import is_tokenizer, read_companions
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, OURS
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
@@ -104,6 +106,12 @@ class LaunchSource:
             )
 
     @property
+    def is_hugging_face(self) -> bool:
+        """Whether it is a directory that transformers loads. Other trainers' checkpoints, and adapters, have Hugging
+        Face's names and are none."""
+        return isinstance(self.reader, HuggingFaceReader)
+
+    @property
     def directory(self) -> Path:
         """The directory of the iteration, or of the Hugging Face model."""
         return (self.reader.path or self.path).absolute()
@@ -114,13 +122,11 @@ class LaunchSource:
         here = self.directory
         return here.parent if here.name == "release" or here.name.startswith("iter_") else here
 
-    @property
+    @cached_property
     def tokenizer(self) -> Path | None:
         """A directory from which transformers can load a tokenizer; None if the checkpoint has none."""
-        for place in (self.directory, self.directory / OURS / "hf"):
-            if any(place.glob("tokenizer*")):
-                return place
-        return None
+        places = (self.directory, self.reader.companions.directory.absolute())
+        return next((place for place in places if any(map(is_tokenizer, read_companions(place).files))), None)
 
     @cached_property
     def state(self) -> DelayedScaling | None:

@@ -8,12 +8,12 @@ from precisionctl.launch.base import Launch, LaunchSource
 
 
 def launch(source: LaunchSource) -> Launch:
-    """The lines of a script. Raises CheckpointError for other Megatron directories, which NeMo 2 cannot open."""
+    """The lines of a script. Raises CheckpointError for other checkpoints, which NeMo 2 cannot open."""
     its_own = source.path / NEMO
     lines = ["from nemo import lightning as nl"]
     if its_own.is_file():
         restored = str(source.path.absolute())
-    elif source.reader.layout == "hf":
+    elif source.is_hugging_face:
         restored = str(source.directory) + "-nemo"
         lines += [
             "from nemo.collections import llm",
@@ -21,7 +21,7 @@ def launch(source: LaunchSource) -> Launch:
         ]
     else:
         raise CheckpointError(
-            "NeMo 2 opens only Megatron directories that it wrote itself",
+            "NeMo 2 opens directories that it wrote itself and Hugging Face directories, and this is neither",
             where=source.path,
             do="Give it a Hugging Face directory (`convert --to hf`), or use its successor: "
             "--framework megatron-bridge.",

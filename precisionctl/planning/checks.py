@@ -71,7 +71,7 @@ def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, .
         if spec.shape != expected:
             raise ShapeMismatch(
                 f"`{name}` is {list(spec.shape)}, the model's sizes say {list(expected)}",
-                do="Does the config belong to this checkpoint?",
+                do="Is config.json, or are Megatron's arguments, of another model?",
             )
 
 

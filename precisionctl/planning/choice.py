@@ -19,7 +19,7 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     `.weight`). Weights that engines want in the same form follow each other. `exclude` wins over `include`. Raises
     RecipeError for a pattern that matches nothing.
     """
-    gemms = {name for job in plan.jobs if job.row.gemm or job.row.only_exported for name in job.weights}
+    gemms = {name for job in plan.jobs if job.row.may_be_codes for name in job.weights}
     reasons = why_not_gemms(plan.targets)
     linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
     wanted, unwanted = (_groups(linears, patterns, reasons) for patterns in (include, exclude))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from precisionctl.architectures.families import table_of
-from precisionctl.architectures.param_map import Alias, Place, Row, filled, names
+from precisionctl.architectures.param_map import Alias, Naming, Place, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.dtypes import DType
@@ -44,10 +44,8 @@ def make_plan(
     dtype: DType | None = None,
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
-    respelled: bool = False,
-    wanted: Collection[str] = (),
-    state_dict: bool = False,
-    for_engine: bool = False,
+    naming: Naming = "as stored",
+    codes: Collection[str] = (),
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
@@ -55,10 +53,9 @@ def make_plan(
     decoded to BF16. With `optimizer`, the state of the source's optimizer goes along: in FP32, or as it is stored if
     both sides are Megatron's.
 
-    The others choose names of the target, where there is a choice. `respelled`: experts that a Hugging Face source has
-    fused get the names that the model's own class saves. `for_engine`: experts get the names under which engines look
-    for their codes. `wanted` are names that the target must have. `state_dict`: the result is what trainers save, with
-    the names of the model's class in memory, copies of tied tensors, and FP32 masters as weights if there are any.
+    `naming` chooses names of the target, where there is a choice, and `codes` are weights that are to have the names
+    that they had as codes. What is named as in memory is what trainers save: it also has copies of tied tensors, and
+    FP32 masters as weights if there are any.
 
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
@@ -66,9 +63,7 @@ def make_plan(
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(
-            _hf_specs(source), source.model, respelled, wanted, in_memory=state_dict, for_engine=for_engine
-        )
+        rows = architecture.spelled(_hf_specs(source), source.model, naming, codes)
         if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
             raise MissingTensor(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",
@@ -81,12 +76,12 @@ def make_plan(
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
         derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
-        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, state_dict) for row in rows}
+        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, naming) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
         trained = source if optimizer and isinstance(source, OptimizerSource) else None
         specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
-        if trained and state_dict:
+        if trained and naming == "in memory":
             by_row = {row: reading_masters(row_jobs, trained) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
@@ -103,7 +98,7 @@ def make_plan(
         if trained:
             # Megatron has no place for what trained a wrapper's towers
             placed = [job for job in jobs if target == "hf" or not isinstance(job.row, TensorRow)]
-            of_parameters = tuple(optimizer_jobs(placed, trained, target, masters=not state_dict))
+            of_parameters = tuple(optimizer_jobs(placed, trained, target, masters=naming != "in memory"))
             jobs = [job for row_jobs in by_row.values() for job in row_jobs]
             for job in of_parameters:
                 jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
@@ -141,7 +136,8 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
 
 def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors, and
-    with unused projections if it has any: transformers reads and writes such checkpoints without them."""
+    with what nothing reads if it has any of that: transformers reads and writes such checkpoints without them. Where a
+    family may lack the bias that chooses experts, and no layer has one, Hugging Face has none."""
 
     def any_stored(some: Iterable[Row], place: Place) -> bool:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))
@@ -150,14 +146,17 @@ def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     of_mtp = [row for row in rows if row.of_prediction and not row.of_experts]
     if of_mtp and not any_stored(of_mtp, {"mtp": 0, "mtp_layer": model.num_layers}):
         model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
-    unused = [row for row in rows if row.unused]
-    if unused and any_stored(unused, {"layer": model.num_layers - 1}) and model.num_kv_shared_layers:
-        model = dataclasses.replace(model, unused_kv=True)
+    places = [(row, next(row.places(model), None)) for row in rows]
+    if any(row.unused and place is not None and any_stored([row], place) for row, place in places):
+        model = dataclasses.replace(model, unused=True)
+    biases = [(row, place) for row, place in places if row.present.hf == "hf_expert_bias" and place is not None]
+    if source.layout == "hf" and biases and not any(any_stored([row], place) for row, place in biases):
+        model = dataclasses.replace(model, hf_expert_bias=False)
     return model
 
 
 def _row_jobs(
-    row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout, state_dict: bool
+    row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout, naming: Naming
 ) -> list[Job]:
     """The jobs of one row, at each of its places."""
     here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
@@ -173,7 +172,7 @@ def _row_jobs(
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((alias for alias in copies if alias.written or state_dict), model) if target == "hf" else ()
+        kept = _copies((one for one in copies if one.written or naming == "in memory"), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs
@@ -203,7 +202,7 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanS
 
 def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSource) -> str:
     """What to do about names that no row of the table maps, beside those that are `mapped`."""
-    config = "config.json" if source.layout == "hf" else "the checkpoint's config"
+    config = "config.json" if source.layout == "hf" else "Megatron's arguments"
     last: dict[str, int] = {}
     for layers, number in filter(None, map(_layer, mapped)):
         last[layers] = max(number, last.get(layers, 0))
@@ -212,11 +211,11 @@ def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSour
         says = counted(last[later[0]] + 1, f"layer `{later[0]}*`", f"layers `{later[0]}*`")
         are = counted(len(later), "tensor is", "tensors are")
         return (
-            f"Nothing is dropped in silence: {config} says {says}, and {are} of later ones, so it is of another model, "
-            "or says too few layers."
+            f"Nothing is dropped in silence: by {config} there are {says}, and {are} of later ones. Is that another "
+            "model, or too few layers of this one?"
         )
     return (
-        f"Nothing is dropped in silence: is {config} of another model, or does it leave out a part of this one? Only "
+        f"Nothing is dropped in silence: is the model of {config} another one, or a part of this one? Only "
         "if the family itself has such tensors, its table under precisionctl/architectures/ lacks a row."
     )
 

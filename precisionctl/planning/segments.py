@@ -72,8 +72,9 @@ def lower(
 
 def _number(sizes: Iterable[int]) -> tuple[list[RowNumbers], list[int]]:
     """Number the rows of all parts consecutively, `[rows, 1]` each, with the first number of each part. 0 is for rows
-    of zeros; one number is left out between parts, so that no run of numbers spans two parts."""
-    numbers, starts, start = [], [], 1
+    of zeros; one number is left out before each part, so that no run of numbers spans two parts, or zeros and a
+    part."""
+    numbers, starts, start = [], [], 2
     for rows in sizes:
         numbers.append(np.arange(start, start + rows)[:, None])
         starts.append(start)

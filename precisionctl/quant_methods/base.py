@@ -171,6 +171,12 @@ class Quantization:
         return self
 
 
+def kind_of(form: CodeFormat, fixed: bool | None) -> str:
+    """What codes in a format are: a scheme of FP8, by whether inputs have `fixed` scales, or the name of packed
+    codes."""
+    return form.packing.name if form.packing else in_fp8([form.block], fixed).scheme
+
+
 def in_fp8(blocks: Iterable[Block], static: bool | None, *, inputs: InputFormat | None = IN_FP8) -> Quantization:
     """FP8 codes with scales for such blocks, and inputs in FP8, or as they are."""
     return Quantization(tuple(CodeFormat(block, inputs=inputs) for block in blocks), static)

@@ -1,12 +1,11 @@
 """Assess a checkpoint: measure its weights, and judge them and what FP8 state has recorded of other roles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.chunks import BytesProgress, read_rows
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8.statistics import Statistics
@@ -14,11 +13,8 @@ from precisionctl.planning.plan import Job
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
-from precisionctl.sizes import counted
+from precisionctl.sizes import counted, listed
 from precisionctl.untabled_model import UntabledModel
-
-BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""
 
 
 def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
@@ -57,8 +53,7 @@ def _broken_notes(reader: Reader, jobs: Sequence[Job], statistics: Mapping[str, 
     suspects = dict.fromkeys(name for job in jobs if _is_broken(statistics[job.module]) for name in job.reads)
     names = [name for name in suspects if not _is_finite(reader, name)]
     if names:
-        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"WARNING: {first} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
+        yield f"WARNING: {listed(names, 3)} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
 
 
 def _is_finite(reader: Reader, name: str) -> bool:

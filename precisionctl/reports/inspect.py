@@ -27,7 +27,7 @@ from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import stored_model
+from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, size
@@ -43,7 +43,8 @@ Description = Mapping[str, Any]
 
 def describe(reader: Reader) -> Description:
     """Everything that can be said of a checkpoint without reading tensor data, except FP8 state, which is small and is
-    read. `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint."""
+    read. `model`, as its tensors show it, is None if nothing describes the model of a trainer's checkpoint; `mismatch`
+    says why its tensors are not that model's, and is None if they are."""
     specs, model = reader.specs.values(), reader.model if says_its_model(reader) else None
     if model and not isinstance(model, UntabledModel):
         model = stored_model(reader)
@@ -71,6 +72,7 @@ def describe(reader: Reader) -> Description:
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": model.described() if model else None,
+        "mismatch": _mismatch(reader) if model else None,
         "linears": _linears(reader, model) if isinstance(model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
@@ -80,6 +82,14 @@ def describe(reader: Reader) -> Description:
 def describe_state(states: Fp8States, path: Path) -> Description:
     """What a file of FP8 state says, as `describe` says it of state in a checkpoint."""
     return {"path": str(path), "fp8": _fp8(states, None)}
+
+
+def _mismatch(reader: Reader) -> str | None:
+    try:
+        plan_weights(reader)
+    except PrecisionctlError as error:
+        return error.what
+    return None
 
 
 _SIZES = {
@@ -249,6 +259,11 @@ def summary(description: Description) -> Table:
         (
             "architecture",
             description["architecture"] or "not said: copy config.json there, or give `convert` a --reference",
+        ),
+        *(
+            [("", f"WARNING: {said.splitlines()[0]}. See --dry-run of convert.")]
+            if (said := description["mismatch"])
+            else []
         ),
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),

@@ -33,7 +33,8 @@ def tables(plan: Plan, expected: Estimate) -> list[Table]:
         rows.append((f"... and {len(by_kind) - _LINES} more", "-", "-", "-", "-", "-"))
     title = f"{plan.model.model_type}, {plan.source} to {plan.target}: "
     title += f"{counted(len(plan.jobs), 'job')}, {size(plan.nbytes)}"
-    time = "" if expected.seconds is None else f"{expected.seconds:.1f} s, by a short probe of this disk"
+    seconds = expected.seconds
+    time = "not measured" if seconds is None else f"{seconds:.1f} s, by a short probe of this disk"
     cost = [
         ("tensors", f"{len(plan.targets)}"),
         ("to write", size(plan.nbytes)),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
@@ -35,7 +34,7 @@ class CodesComparison:
     idempotent: bool
 
 
-def compare_codes(a: Reader, b: Reader | None) -> Iterator[CodesComparison]:
+def compare_codes(a: HfTensors, b: HfTensors | None) -> Iterator[CodesComparison]:
     """Compare the codes of every weight that both checkpoints have and at least one stores as codes. Without B, A is
     compared with itself after a way through BF16."""
     left, right = _Coded(a), None if b is None else _Coded(b)
@@ -51,9 +50,9 @@ def compare_codes(a: Reader, b: Reader | None) -> Iterator[CodesComparison]:
 class _Coded:
     """A checkpoint's tensors, and how those that are values now were coded before."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.tensors = HfTensors(reader)
-        encodings = None if reader.encodings else weight_encodings(reader)
+    def __init__(self, tensors: HfTensors) -> None:
+        self.tensors = tensors
+        encodings = None if tensors.reader.encodings else weight_encodings(tensors.reader)
         self._before = encodings.by_name if encodings else {}
 
     def is_codes(self, name: str) -> bool:

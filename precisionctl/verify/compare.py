@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -87,23 +89,25 @@ def compare(
     *,
     fp8: bool = False,
     state: Fp8States | None = None,
-    on_bytes: Callable[[int], None] = lambda n: None,
+    progress: BytesProgress = lambda total: nullcontext(lambda n: None),
 ) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one.
 
     With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. Fixed
-    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `on_bytes` is told of
-    stored bytes of A that have been compared. Raises MappingError where one of them does not fit its own architecture.
+    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `progress` is
+    opened for A's stored bytes. Raises MappingError where one of them does not fit its own architecture.
     """
     left, right = HfTensors(a), HfTensors(b)
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
     optimizers = both_optimizers(a, b)
-    tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
-    if not isinstance(optimizers, str):
-        found_there = _compare_tensors(*optimizers, on_bytes)  # no command rounds an optimizer
-        tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found_there]
+    compared: list[Tensors] = [left] if isinstance(optimizers, str) else [left, optimizers[0]]
+    with progress(sum(side.nbytes(name) for side in compared for name in side.specs)) as on_bytes:
+        tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
+        if not isinstance(optimizers, str):
+            found_there = _compare_tensors(*optimizers, on_bytes)  # no command rounds an optimizer
+            tensors += [replace(each, status="differs") if each.status == "rounded" else each for each in found_there]
     encodings = weight_encodings(a), weight_encodings(b)
     sides = (
         FixedScales(tensors_of.reader, tensors_of.plan, coded, state or tensors_of.reader.fp8)
@@ -127,15 +131,8 @@ def compare(
     if a.fp8 and b.fp8:
         left_out += of_keys("recording", _recorded_otherwise(a.fp8, b.fp8))
     states = tuple(_state_differences(a.fp8, b.fp8)) if having == 2 or (having and fp8) else None
-    codes = tuple(compare_codes(a, b)) if fp8 else ()
+    codes = tuple(compare_codes(left, right)) if fp8 else ()
     return Comparison(tuple(tensors), tuple(settings), states, codes, tuple(left_out))
-
-
-def bytes_to_compare(a: Reader, b: Reader) -> int:
-    """The number of A's stored bytes that `compare` reports to `on_bytes` in all."""
-    optimizers = both_optimizers(a, b)
-    of_optimizer = [] if isinstance(optimizers, str) else list(map(optimizers[0].nbytes, optimizers[0].specs))
-    return sum(spec.nbytes for spec in a.specs.values()) + sum(of_optimizer)
 
 
 Tensors = HfTensors | OptimizerTensors

@@ -23,6 +23,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import CODES
 from precisionctl.quant_methods.coded_weights import CACHE_SCALES
+from precisionctl.sizes import listed
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.configs import Found
 from precisionctl.verify.not_compared import NotCompared
@@ -119,8 +120,8 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         elif not _from_state(name, having, lacking):
             made = f"the amax that {other} recorded, {amax:.6g}, gives {amax / FP8_MAX[CODES]:.6g}"
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
-    lines += [f"only {side} has the {_listed(names)}" for side, names in missing.items()]
-    return lines, [NotCompared("fixed scales", _listed(unknown))] if unknown else []
+    lines += [f"only {side} has the {listed(names, _SHOWN)}" for side, names in missing.items()]
+    return lines, [NotCompared("fixed scales", listed(unknown, _SHOWN))] if unknown else []
 
 
 def _of_cache(name: str) -> str:
@@ -153,8 +154,3 @@ def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
 
 def _shown(scale: Tensor) -> str:
     return f"{float(scale):.6g}" if scale.numel() == 1 else f"{scale.numel()} numbers"
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -64,17 +64,16 @@ class HfTensors:
     """
 
     def __init__(self, reader: Reader, plan: Plan | None = None) -> None:
-        plan = make_plan(reader, "hf", respelled=True) if plan is None else plan
+        plan = make_plan(reader, "hf", naming="as saved") if plan is None else plan
         self.reader, self.plan = reader, plan
         self._kept: tuple[str, Tensor] | None = None
         self.specs: dict[str, TensorSpec] = dict(plan.targets)
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
-        self._computed: dict[str, Job] = {}
-        self._of: dict[str, str] = {}
+        self._computed: dict[str, tuple[Job, int]] = {}
         self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
         for job in plan.jobs:
             if plan.computes(job):
-                self._computed |= dict.fromkeys(job.writes, job)
+                self._computed |= {name: (job, number) for number, name in enumerate(job.writes)}
                 continue
             reads = {read: reader.specs[read].rows for read in job.reads}
             for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes):
@@ -86,10 +85,12 @@ class HfTensors:
             self._segments[copy] = [Segment(copy, 0, copy, 0, spec.rows)]
 
     def add_copy(self, name: str, of: str) -> None:
-        """Take a tensor that this checkpoint does not store for what it would be a copy of."""
-        if name not in self.specs:
-            self.specs[name] = self.specs[of]
-            self._of[name] = of
+        """Take a tensor that this checkpoint does not store for what it would be a copy of, if it has that."""
+        if name in self.specs or of not in self.specs:
+            return
+        self.specs[name], self._segments[name] = self.specs[of], self._segments[of]
+        if of in self._computed:
+            self._computed[name] = self._computed[of]
 
     def extras(self) -> dict[str, Tensor]:
         """Biases that Hugging Face has no place for, by their own names; a conversion leaves out those that are
@@ -112,14 +113,13 @@ class HfTensors:
 
     def is_codes(self, name: str) -> bool:
         """Whether the rows of a tensor are read as codes, with their scales."""
-        reads = (segment.read for segment in self._segments.get(self._of.get(name, name), ()))
+        reads = (segment.read for segment in self._segments.get(name, ()))
         return name not in self._computed and any(read in self.reader.encodings for read in reads)
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
-        name = self._of.get(name, name)
         if name in self._computed:
-            return self.stored_dtype(self._computed[name].reads[0])
+            return self.stored_dtype(self._computed[name][0].reads[0])
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return next((self.stored_dtype(read) for read in reads), "zeros")
 
@@ -127,7 +127,7 @@ class HfTensors:
         """How many bytes of a tensor the checkpoint stores; 0 where it has none."""
         specs = self.reader.specs
         if name in self._computed:
-            job = self._computed[name]
+            job, _ = self._computed[name]
             return sum(specs[read].nbytes for read in job.reads) // len(job.writes)
         stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
         return sum(rows * specs[read].width * specs[read].dtype.itemsize for rows, read in stored)
@@ -139,7 +139,6 @@ class HfTensors:
 
     def read(self, name: str, row: int, rows: int) -> StoredRows:
         """Rows `[row, row + rows)` of a tensor."""
-        name = self._of.get(name, name)
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
             return StoredRows.of(values[row : row + rows])
@@ -152,11 +151,11 @@ class HfTensors:
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from stored ones. The last is kept, since callers read piece by piece."""
         if self._kept is None or self._kept[0] != name:
-            job, values = self._computed[name], []
+            (job, number), values = self._computed[name], []
             for read in job.reads:
                 stored, encoding = read_tensor(self.reader, read), self.reader.encodings.get(read)
                 values.append(stored if encoding is None else encoding.decode_rows(stored, 0))
-            self._kept = name, self.plan.compute(job, values)[job.writes.index(name)]
+            self._kept = name, self.plan.compute(job, values)[number]
         return self._kept[1]
 
     def _part(self, segment: Segment, row: int, rows: int) -> StoredRows | None:

@@ -5,18 +5,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_bytes
 from precisionctl.errors import CheckpointError, MappingError
-from precisionctl.param import STATE, TensorSpec
+from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.verify.hf_tensors import PIECE, HfTensors, StoredRows
-
-_OF_VOCABULARY = (
-    *(".embedding.word_embeddings.weight", ".embedding.per_layer_embedding.weight"),
-    *(".output_layer.weight", ".output_layer.bias"),
-)
 
 
 class OptimizerTensors:
@@ -26,9 +22,12 @@ class OptimizerTensors:
     def __init__(self, reader: Reader) -> None:
         self._stored = _Stored(reader, _optimizer_specs(reader))
         self.specs = dict(self._stored.specs)
+        model = reader.model
+        rows = table_of(model).spelled({}, model)
+        padded = {row.megatron for row in rows if row.sizes[:1] == ("padded_vocab_size",)}
         for name, spec in self._stored.specs.items():
-            if name.endswith(_OF_VOCABULARY) and spec.shape[:1] == (reader.model.padded_vocab_size,):
-                self.specs[name] = replace(spec, shape=(reader.model.vocab_size, *spec.shape[1:]))
+            if kind_and_parameter(name)[1] in padded and spec.shape[:1] == (model.padded_vocab_size,):
+                self.specs[name] = replace(spec, shape=(model.vocab_size, *spec.shape[1:]))
 
     def dtype(self, name: str) -> str:
         return self.specs[name].dtype.value
@@ -61,7 +60,7 @@ def _optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
 
 def _by_hf_names(reader: Reader) -> HfTensors:
     """An optimizer by Hugging Face's names, with a weight that has no master as its own."""
-    plan = make_plan(reader, "hf", respelled=True, optimizer=True)
+    plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
     jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
     targets = {name: plan.targets[name] for job in jobs for name in job.writes}
     stored: Any = _Stored(reader, {**reader.specs, **_optimizer_specs(reader)})

@@ -15,6 +15,7 @@ import torch
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
@@ -245,7 +246,7 @@ def test_a_tracker_that_names_no_iteration_is_refused(directory, content):
 
 
 def test_what_a_run_says_of_itself_must_be_a_file(directory):
-    said = directory / run_folder.RUN_FILE
+    said = directory / RUN_FILE
     said.parent.mkdir(exist_ok=True)
     os.mkfifo(said)
     with pytest.raises(DamagedCheckpoint, match="not a file"):

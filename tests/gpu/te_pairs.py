@@ -178,7 +178,8 @@ SHAPES = {
     "like Ling 3": replace(
         SHAPE,
         num_query_groups=8,
-        mla=MLA(None, 64, 32, 16, 32, output_gate=True),
+        mla=MLA(None, 64, 32, 16, 32),
+        linear_gate="sigmoid per head",
         gdn=GatedDeltaNet((True, False), 16, 16, 32, 32, 4, kda=True, kda_lower_bound=-5.0),
     ),
     "like Nemotron-H": replace(
@@ -220,7 +221,7 @@ SHAPES = {
         global_attention=GlobalAttention(num_query_groups=2, softmax_offset=False),
         **WINDOW,
     ),
-    "like Laguna": replace(SHAPE, softplus_gate="per-head", qk_layernorm=True, **WINDOW),
+    "like Laguna": replace(SHAPE, linear_gate="softplus per head", qk_layernorm=True, **WINDOW),
     "like DeepSeek-V4": replace(
         SHAPE,
         num_query_groups=1,

@@ -1,5 +1,7 @@
-"""Adapters of many kinds with their bases, and what peft merges of them in FP32: peft_merged.py OUT."""
+"""Adapters of many kinds with their bases, what peft merges of them in FP32, and which modules it adapts by settings:
+peft_merged.py OUT."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 
 SIZES = {
     "vocab_size": 96,
@@ -56,7 +59,27 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
         },
     ),
     "mixtral": (MIXTRAL, {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    "layers": (LLAMA, {"target_modules": ATTENTION, "layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
 }
+
+CHOICES: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "1.mlp.down_proj"]},
+    {"target_modules": [*ATTENTION, "down_proj"], "exclude_modules": ["0.self_attn.q_proj", "_proj"]},
+    {"target_modules": [*ATTENTION, "down_proj"], "layers_to_transform": 1},
+    {"target_modules": [*ATTENTION, "down_proj"], "layers_to_transform": [0, 11], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": [0], "layers_pattern": "experts"},
+    {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": []},
+    {"target_modules": ["down_proj", "lm_head", "q_proj"], "modules_to_save": ["lm_head", "mlp"]},
+    {"target_modules": ["down_proj", "q_proj"], "exclude_modules": ["down_proj"], "layers_to_transform": [1, 0]},
+]
+MODULES = [
+    "lm_head",
+    "model.lm_head_2",
+    *(f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1, 11) for name in ("q_proj", "o_proj")),
+    *(f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1, 10)),
+    *(f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in (0, 1) for expert in (0, 1)),
+    "transformer.h.0.attn.q_proj",
+]
 
 
 def make(directory: Path, model_type: str, sizes: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -78,3 +101,8 @@ def make(directory: Path, model_type: str, sizes: dict[str, Any], settings: dict
 if __name__ == "__main__":
     for name, ((model_type, sizes), settings) in CASES.items():
         make(Path(sys.argv[1]) / name, model_type, sizes, settings)
+    adapted = [
+        (settings, [name for name in MODULES if check_target_module_exists(LoraConfig(**settings), name)])
+        for settings in CHOICES
+    ]
+    (Path(sys.argv[1]) / "adapted.json").write_text(json.dumps({"modules": MODULES, "adapted": adapted}))

@@ -1,5 +1,6 @@
 """Adapters that peft writes, merged here, are what peft merges in FP32, rounded once."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from precisionctl.checkpoints.adapter.lora_config import read_lora_config
+
 SCRIPT = Path(__file__).with_name("peft_merged.py")
 VERSIONS = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
 
-CASES = "plain rslora patterns whole embeddings dora biases conv1d experts down mixtral".split()
+CASES = "plain rslora patterns whole embeddings dora biases conv1d experts down mixtral layers".split()
 """Those of the script."""
 
 
@@ -34,6 +37,15 @@ def test_a_merge_is_pefts_own_in_fp32_rounded_once(made: Path, case: str) -> Non
     assert [name for name in ours if not torch.equal(ours[name], theirs[name].bfloat16())] == []
     base = load_file(folder / "base" / "model.safetensors")
     assert any(not torch.equal(ours[name], base[name]) for name in base)
+
+
+def test_the_same_modules_are_adapted(made: Path, tmp_path: Path) -> None:
+    said = json.loads((made / "adapted.json").read_text())
+    for settings, adapted in said["adapted"]:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+        modules = read_lora_config(tmp_path).modules
+        assert [name for name in said["modules"] if name in modules] == adapted, settings
+    assert any(len(adapted) not in (0, len(said["modules"])) for _, adapted in said["adapted"])
 
 
 def test_megatron_gets_the_same(made: Path) -> None:

@@ -189,6 +189,38 @@ def test_vllm_ignores_experts_of_gpt_oss_by_an_expression_alone(tmp_path, python
     assert "found multiple" in (problem_of_vllm(named) or "") and refused(named)
 
 
+@pytest.mark.parametrize("targets", [("Linear",), ("Linear", "re:.*lm_head")])
+def test_a_head_in_codes_is_a_linear_to_vllm_only_where_a_target_names_it(tmp_path, python, targets):
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, vocab_size=256)
+    directory = tmp_path / "out"
+    in_memory.export(HuggingFaceReader(tmp_path / "hf"), directory, "compressed-tensors", "dynamic")
+    stored, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    scale = stored["lm_head.weight"].float().abs().amax(1, keepdim=True) / 448
+    head = {"lm_head.weight": (stored["lm_head.weight"] / scale).to(torch.float8_e4m3fn), "lm_head.weight_scale": scale}
+    save_file(stored | head, directory / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"]["ignore"] = ["model.embed_tokens"]
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = list(targets)
+    (directory / "config.json").write_text(json.dumps(config))
+    load_in_vllm(python, directory)
+    assert refused(directory) == (problem_of_vllm(directory) is not None) == (len(targets) == 1)
+
+
+def test_vllm_fuses_the_gate_of_olmo_hybrids_delta_net(tmp_path, python):
+    directory = tmp_path / "out"
+    pico.save(tmp_path / "hf", "olmo-hybrid", dtype=torch.bfloat16)
+    execute(plan_command(Request.export(tmp_path / "hf", directory, "vllm", "dynamic")))
+    config, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    for name in [name.removesuffix(".weight") for name in stored if name.endswith("g_proj.weight")]:
+        scale = stored.pop(f"{name}.weight_scale")
+        stored[f"{name}.weight"] = (stored[f"{name}.weight"].float() * scale).bfloat16()
+        config["quantization_config"]["ignore"].append(name)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    load_in_vllm(python, directory)
+    assert "shards of model.layers.1.linear_attn.in_proj_qkvg" in (problem_of_vllm(directory) or "")
+    assert refused(directory)
+
+
 def test_vllm_finds_no_place_for_scales_of_latents(tmp_path, python):
     """Which is why none are written. It reads them under the names of compressed-tensors, ModelOpt and its own."""
     directory = matrix.make(tmp_path, "deepseek-v3", "compressed-tensors", "static")

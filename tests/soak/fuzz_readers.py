@@ -257,7 +257,7 @@ class Numbered:
     def __call__(self, data: bytes) -> None:
         self.path.write_bytes(with_pickle(self.saved, data))
         shapes = {"model.embed_tokens.weight": TensorSpec((4, 3), DType.float32)}
-        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), DType.float32)})
+        optimizer = NumberedOptimizer(self.path, shapes | {"model.norm.weight": TensorSpec((3,), DType.float32)}, {})
         _ = [optimizer.chunks(name) for name in optimizer.specs], optimizer.run
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Place, Row, names
-from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.lora_config import LARGEST_ALPHA, Alphas, LoraConfig, Modules
 from precisionctl.checkpoints.adapter.reader import PREFIX, AdapterReader, open_base
 from precisionctl.checkpoints.base import Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, read_rows, whole
@@ -82,7 +82,7 @@ def _read_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
     ranks = frozenset((rank,))
     return LoraConfig(
-        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=None
+        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=(), modules=Modules()
     )
 
 

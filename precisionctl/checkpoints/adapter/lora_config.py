@@ -18,6 +18,7 @@ FILE = "adapter_config.json"
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
     "init_lora_weights", "target_modules", "target_parameters",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
     # where it is from, and how it was trained
@@ -26,7 +27,7 @@ _OF_NO_CONSEQUENCE = frozenset({
     # how it was initialised
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     # which tensors it has: they say that themselves
-    "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
+    "bias",
     # only read with `use_qalora`, which is refused
     "qalora_group_size",
 })  # fmt: skip
@@ -43,10 +44,9 @@ class LoraConfig:
     """The settings of an adapter that change what its tensors do.
 
     `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
-    and `alphas` the modules with an alpha of their own. `modules` are the ends of the names of adapted modules; None if
-    a regular expression names them, which is not evaluated, or nothing does. `parameters` are names of parameters that
-    are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says it is for; a
-    stranger wrote it.
+    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
+    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
+    it is for; a stranger wrote it.
     """
 
     rank: int
@@ -57,20 +57,45 @@ class LoraConfig:
     dora: bool
     transposed: bool
     parameters: tuple[str, ...]
-    modules: frozenset[str] | None
+    modules: "Modules"
     base: str | None = None
-
-    def names(self, module: str) -> bool:
-        """Whether peft adapts this module. If not, peft ignores the module's tensors when it loads the adapter."""
-        if self.modules is None:
-            return True
-        begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
-        return any(module[begin:] in self.modules for begin in begins)
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the low-rank product of a module with this rank."""
         alpha = self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Which modules peft adapts (peft 0.21, tuners/tuners_utils.py, check_target_module_exists). It ignores the tensors
+    of others when it loads an adapter.
+
+    `targets` and `excluded` are ends of names. `targets` are None if a regular expression says them, or nothing does;
+    no expression is evaluated. `saved` are stored whole, with all that is in them. `layers` are numbers, the first in a
+    module's name, or the first behind one of the `layer_lists`; None for all. They say nothing where there are no
+    `targets`, nor of a module that these name whole.
+    """
+
+    targets: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()
+    saved: frozenset[str] = frozenset()
+    layers: frozenset[int] | None = None
+    layer_lists: tuple[str, ...] = ()
+
+    def __contains__(self, module: str) -> bool:
+        begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
+        ends = {module[begin:] for begin in begins}
+        if ends & self.excluded or any(f".{name}." in f".{module}." for name in self.saved):
+            return False
+        if self.targets is None or module in self.targets:
+            return True
+        return not ends.isdisjoint(self.targets) and (self.layers is None or self._layer(module) in self.layers)
+
+    def _layer(self, module: str) -> int | None:
+        lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
+        found = (re.search(rf"{name}\.(\d+)\.", module) for name in lists)
+        return next((int(each[1]) for each in found if each), None)
 
 
 class Alphas:
@@ -152,15 +177,35 @@ def read_lora_config(directory: Path) -> LoraConfig:
     parameters = config.get("target_parameters") or []
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
-    targets = config.get("target_modules")
-    if not (targets is None or isinstance(targets, str | list) and all(isinstance(one, str) for one in targets)):
-        raise DamagedCheckpoint(f"target_modules is {shown(targets)}, neither names nor an expression", where=path)
-    modules = frozenset(targets) if isinstance(targets, list) else None
+    modules = _read_modules(config, path)
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
     name = config.get("base_model_name_or_path")
     base = name if isinstance(name, str) else None
     every = frozenset((rank, *ranks.values()))
     return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
+
+
+def _read_modules(config: Mapping[str, Any], path: Path) -> Modules:
+    said: dict[str, list[str] | str | None] = {}
+    for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
+        value = config.get(key)
+        if not (value is None or isinstance(value, str | list) and all(isinstance(one, str) for one in value)):
+            raise DamagedCheckpoint(f"{key} is {shown(value)}, neither names nor an expression", where=path)
+        said[key] = value
+    targets, excluded, saved, lists = said.values()
+    saved, lists = ([each] if isinstance(each, str) else each or [] for each in (saved, lists))
+    layers = config.get("layers_to_transform")
+    layers = [layers] if type(layers) is int else layers or None
+    if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
+        what = f"layers_to_transform is {shown(layers)}, neither a layer's number nor a list of them"
+        raise DamagedCheckpoint(what, where=path)
+    return Modules(
+        targets=frozenset(targets) if isinstance(targets, list) else None,
+        excluded=frozenset(excluded) if isinstance(excluded, list) else frozenset(),
+        saved=frozenset(saved),
+        layers=None if layers is None else frozenset(layers),
+        layer_lists=tuple(lists),
+    )
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."

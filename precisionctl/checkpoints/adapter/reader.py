@@ -147,9 +147,10 @@ class AdapterReader:
             if weight in self.changes:
                 raise _twice(weight, module)
             if weight in self.base.specs or weight in self.replaced:
-                if not self._config.names(target):
-                    what = f"`{target}` is none of target_modules in {FILE}: peft leaves its tensors out"
-                    raise MappingError(what, do="Is the file this adapter's? Else add the module to target_modules.")
+                if target not in self._config.modules:
+                    what = f"`{target}` is no module that {FILE} says to adapt: peft leaves its tensors out"
+                    do = "Is the file this adapter's? See target_modules, exclude_modules and layers_to_transform."
+                    raise MappingError(what, do=do)
                 self.changes[weight] = self._change(module, modules[module], weight)
             else:
                 stacks.setdefault(target, []).append(module)

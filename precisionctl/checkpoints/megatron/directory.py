@@ -54,7 +54,7 @@ def model_of(
     rows = specs[EMBEDDING].rows
     if "config.json" not in companions.files:
         return from_megatron_args(args, rows, directory, family)
-    path = directory / COMPANIONS / "config.json"
+    path = companions.config_path
     config = parse_json(companions.files["config.json"], path)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if model.wrapper:
@@ -74,7 +74,7 @@ def model_of(
         raise DamagedCheckpoint(
             f"it contradicts the arguments of Megatron: {values}",
             where=path,
-            do="Remove it to go by the arguments alone.",
+            do="By which did it train? If by the arguments, remove config.json; else save it again with others.",
         )
     return model
 

@@ -28,6 +28,9 @@ EXTRA_STATE = "._extra_state"
 COMPANIONS = Path("precisionctl/hf")
 """Directory for the Hugging Face files (config, tokenizer) that Megatron has no place for."""
 
+RUN_FILE = Path("precisionctl/run.json")
+"""What a run of `resume` says of itself in each of its checkpoints."""
+
 VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
 """Directories of verl's checkpoint, which has no arguments, and of the config and tokenizer beside it."""
 

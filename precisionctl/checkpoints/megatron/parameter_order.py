@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NORM, _INNER = ("layer_norm_weight", "layer_norm_bias"), ("weight", "bias")
+_GATED = ("norm.weight", "W_down.weight", "W_up.weight")
 _EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d{1,9})")
 
 
@@ -43,7 +44,7 @@ def _layer(modules: Modules) -> dict[str, int]:
     """Position of each name in a layer; all experts have one position."""
     attention = "self_attention"
     names = [
-        *_of("input_layernorm", *_INNER),
+        *_of("input_layernorm", *_INNER, *_GATED),
         *_own_norm(modules, f"{attention}.linear_qkv"),
         *_own_norm(modules, f"{attention}.in_proj"),
         *_of(attention, "dt_bias", "A_log"),
@@ -51,7 +52,7 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_of(f"{attention}.in_proj", *_INNER),
         *_of(f"{attention}.conv1d", *_INNER),
         *_of(f"{attention}.out_norm", *_INNER),
-        *_of(f"{attention}.out_proj", *_INNER),
+        *_of(f"{attention}.out_proj", *_INNER, "post_layernorm.weight"),
         *(f"{attention}.{module}.weight" for module in ("f_a_proj", "f_b_proj", "beta_proj", "g_a_proj", "g_b_proj")),
         f"{attention}.core_attention.softmax_offset",
         *_of(f"{attention}.linear_proj", *_INNER, "post_layernorm.weight"),
@@ -70,7 +71,7 @@ def _layer(modules: Modules) -> dict[str, int]:
         *_of(f"{attention}.kv_layernorm", *_INNER),
         *_own_norm(modules, f"{attention}.linear_q_up_proj"),
         *_own_norm(modules, f"{attention}.linear_kv_up_proj"),
-        *_of("pre_mlp_layernorm", *_INNER),
+        *_of("pre_mlp_layernorm", *_INNER, *_GATED),
         *_own_norm(modules, "mlp.linear_fc1"),
         *_fused_norm(modules, "mlp.linear_fc1"),
         *_of("mlp.linear_fc1", *_INNER),

@@ -207,15 +207,14 @@ class LegacyReader(MegatronDirectory):
 
     def _parallel(self, name: str, shard: LocatedTensor, size: int) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
-            # With Transformer Engine it is whole on every rank, and has as many rows as the up projection has inputs.
-            # Without, it is cut by rows.
-            up = self._shards.get(name.replace("_down_proj", "_up_proj"))
-            taken = up[0][0].tensor.shape[-1:] if up else ()
+            # With Transformer Engine it is whole on every rank, and has as many rows as the latent has channels: those
+            # of its norm, or inputs of the up projection. Without, it is cut by rows.
+            norm = re.sub(r"linear_(q|kv)_down_proj", r"\1_layernorm", name)
+            latent = self._shards.get(norm) or self._shards.get(name.replace("_down_proj", "_up_proj"))
+            taken = latent[0][0].tensor.shape[-1:] if latent else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
-        latent = re.sub(r"q_layernorm\.weight$", "linear_q_down_proj.weight", name)
-        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (
-            latent == name or latent not in self._shards
-        ):
+        down = re.sub(r"q_layernorm\.weight$", "linear_q_down_proj.weight", name)
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (down == name or down not in self._shards):
             # A norm of one head is whole on every rank. A norm over all heads is cut: its shard is as long as a row of
             # the rank's linear_proj. With as many ranks as heads the two have one length, and it is taken for a norm of
             # one head. (The size of a head in the arguments does not hold for every layer.)

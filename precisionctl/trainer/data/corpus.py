@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, lock, open_kept, replace_file, sync
 from precisionctl.errors import DataError, OutputError
@@ -86,8 +86,9 @@ def make_corpus(
             where=partial,
             do="Choose another OUT, or remove it.",
         )
-    alone = any((tokenizer / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    companions = read_companions(tokenizer) if alone else open_checkpoint(tokenizer).companions
+    companions = read_companions(tokenizer)
+    if not any(map(is_tokenizer, companions.files)):
+        companions = open_checkpoint(tokenizer).companions
     with disk_problems(Output(out)):
         partial.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:

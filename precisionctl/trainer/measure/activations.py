@@ -47,7 +47,9 @@ def pass_bytes(
     working = max(kept.activated * activated, kept.working * max(others)) * tokens // kept.tensor
     working += 8 * max(tensor_sizes(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
-    last = ((kept.norm + 2) * model.hidden_size + (_read_streams(model) if model.mhc else 0)) * tokens
+    last = (
+        (kept.norm + 2 + 4 * model.embedding_norm) * model.hidden_size + (_read_streams(model) if model.mhc else 0)
+    ) * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.streams_size * tokens * model.num_layers
         beside = (2 + kept.norm) * model.per_layer_embed_size / kept.tokens
@@ -78,14 +80,14 @@ class BytesKept:
 
     @staticmethod
     def of(model: ModelShape, recipe: Recipe, backend: BackendName, kernels: bool = False) -> "BytesKept":
-        """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
-        keeps codes of weights for the forward, and transposed ones for the backward."""
+        """Emulated norms save their input in FP32, and RMSNorm with weights also the normalised values; TE's save only
+        the input. TE keeps codes of weights for the forward, and transposed ones for the backward."""
         tensor = recipe.parallel.tensor
         tokens = tensor if recipe.parallel.sequence else 1
         emulated, fp8 = backend == "emulated", recipe.precision.fp8
         codes = 0 if not fp8 else 1 if emulated else 2
         grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
-        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
+        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
         working = 12 if emulated and fp8 else 8
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model) else working
@@ -99,9 +101,14 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     if model.mamba and not model.parallel_mixers:
         norms = 1
+    if model.moe and model.moe.post_layernorm and model.has_experts(layer):
+        norms += 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
+    if model.gated_norm_rank:  # what the norm gives, the gate in FP32, and the inner channels before and after SiLU
+        gated = (2 + 4) * model.hidden_size + 2 * 2 * model.gated_norm_rank
+        made += (1 + model.has_experts(layer)) * gated / kept.tokens
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     read = kept.input * model.hidden_size
@@ -143,8 +150,8 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
         made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
-        if model.mla.output_gate:  # in FP32, and its other factor
-            made += 4 * heads + 2 * out
+        if model.mla.query_gate:  # the other half of what makes them; their sigmoid, and its other factor
+            made += kept.input * (model.mla.q_lora_rank or 0) + (4 + 2) * out
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
@@ -157,12 +164,12 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
             made += 2 * model.qkv_size
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
-        if model.softplus_gate:  # the gate in FP32 before and after, and its other factor
-            made += (2 + 4 + 4) * model.gate_size + 2 * out
         if model.qk_layernorm or model.qk_l2_norm:
             made += kept.norm * (model.query_size + keys)
         if model.v_l2_norm:
             made += kept.norm * keys
+    if model.linear_gate:  # the gate in FP32 after, of a softplus before too, and its other factor
+        made += (4 if model.linear_gate == "sigmoid per head" else 2 + 4 + 4) * model.gate_size + 2 * out
     if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head
         core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out)
     else:

@@ -12,6 +12,7 @@ additionally: these are FLOPs of the model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from precisionctl.model_parts import MoE
 from precisionctl.model_shape import ModelShape
@@ -71,7 +72,7 @@ def _pairs(length: int, chunk: int | None) -> int:
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
-    layers += model.num_layers * per_layer_input(model)
+    layers += model.num_layers * per_layer_input(model) + sum(map(partial(gated_norms, model), range(model.num_layers)))
     return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
@@ -106,9 +107,10 @@ def projections(model: ModelShape, layer: int) -> int:
     if mla is None:
         return mixer + hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out
     rank = mla.q_lora_rank
-    queries = hidden * model.query_size if rank is None else rank * (hidden + model.query_size)
-    gate = hidden * model.num_attention_heads if mla.output_gate else 0
-    return queries + hidden * model.kv_down_size + mla.kv_lora_rank * model.key_value_size + gate + out
+    up = model.query_up_inputs * model.query_up_size
+    queries = hidden * model.query_size if rank is None else rank * hidden + up
+    latents = hidden * (model.kv_down_size + model.gate_size)
+    return queries + latents + mla.kv_lora_rank * model.key_value_size + out
 
 
 def beside_in_proj(gdn: GatedDeltaNet, hidden: int) -> int:
@@ -139,6 +141,11 @@ def connections(model: ModelShape) -> int:
 def per_layer_input(model: ModelShape) -> int:
     """The number of weights in a layer's gate of a token's embedding for it, and in the projection back."""
     return 2 * model.hidden_size * (model.per_layer_embed_dim or 0)
+
+
+def gated_norms(model: ModelShape, layer: int) -> int:
+    """The number of weights in the gates of a layer's norms."""
+    return 2 * model.hidden_size * (model.gated_norm_rank or 0) * (1 + model.has_experts(layer))
 
 
 def indexer(model: ModelShape) -> int:

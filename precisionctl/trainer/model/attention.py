@@ -4,7 +4,7 @@ Shape letters as in `gpt.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,24 @@ class NormOverHeads(nn.Module):
         return normed.to(heads.dtype).view_as(heads)
 
 
+class GateOfHeads(nn.Module):
+    """What heads give is multiplied by what a projection of the hidden states makes, in FP32: its sigmoid or softplus,
+    a number for each head or for each channel. A tensor rank has the rows of its heads."""
+
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        sigmoid = model.linear_gate == "sigmoid per head"
+        self.opening: Callable[[Tensor], Tensor] = torch.sigmoid if sigmoid else F.softplus
+        rows = model.gate_size // backend.world.tensor.size
+        self.weight = plain_linear(model.hidden_size, rows, backend).weight
+
+    def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """What heads give, `[T, heads * channels]`, and hidden states `[T, E]`, to the former times the gate."""
+        opened = self.opening(product(F.linear, hidden, self.weight).float())
+        gated = attended.view(*opened.shape, -1) * opened[..., None]
+        return gated.to(attended.dtype).view_as(attended)
+
+
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values as attention takes them, `[B, S, G, channels]`."""
 
@@ -165,7 +183,7 @@ class SelfAttention(nn.Module):
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
         if shares_kv:
             self.k_layernorm = nn.Identity()
-            if model.unused_kv:
+            if model.unused:
                 self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
@@ -173,9 +191,7 @@ class SelfAttention(nn.Module):
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
         self.key_factor = model.multipliers.key if model.multipliers else 1.0
-        self.linear_gate: nn.Linear | None = None
-        if model.softplus_gate:
-            self.linear_gate = plain_linear(hidden, model.gate_size // backend.world.tensor.size, backend)
+        self.linear_gate = GateOfHeads(model, backend) if model.linear_gate else None
         scale = 1 / math.sqrt(model.query_pre_attn_scalar or self.head)
         self.core_attention = CoreAttention(model, backend, scale, msa)
         self.linear_proj = backend.linear(
@@ -213,10 +229,7 @@ class SelfAttention(nn.Module):
         if self.gated:
             attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
         if self.linear_gate is not None:
-            entered = self.backend.world.tensor.enter(hidden)
-            opened = F.softplus(product(F.linear, entered, self.linear_gate.weight).float())
-            by_gate = attended.view(*opened.shape, -1)
-            attended = (by_gate * opened[..., None]).to(attended.dtype).view_as(attended)
+            attended = self.linear_gate(attended, self.backend.world.tensor.enter(hidden))
         out: Tensor = self.linear_proj(attended)
         return out, (key, value)
 
@@ -270,7 +283,7 @@ class MLASelfAttention(nn.Module):
     Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
     linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
     positions, which all heads share. Norms of the latents are part of the linears that read them, but not beside an
-    indexer.
+    indexer. Where queries come with gates, the latter stand behind the queries of their head.
     """
 
     def __init__(self, name: str, model: ModelShape, mla: MLA, indexer: DSA | None, backend: Backend) -> None:
@@ -289,7 +302,13 @@ class MLASelfAttention(nn.Module):
             self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
             self.q_layernorm = nn.Identity() if fused else backend.norm(mla.q_lora_rank, norm)
             self.linear_q_up_proj = column_linear(
-                backend, f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, fused, "inner column"
+                backend,
+                f"{name}.linear_q_up_proj",
+                model.query_up_inputs,
+                model.query_up_size,
+                False,
+                fused,
+                "inner column",
             )
         self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.kv_down_size, False)
         self.linear_kv_up_proj: Any = column_linear(
@@ -301,9 +320,7 @@ class MLASelfAttention(nn.Module):
         self.core_attention = CoreAttention(model, backend, scale)
         if indexer:
             self.core_attention.indexer = Indexer(model, indexer, mla.q_lora_rank or hidden, backend)
-        self.linear_gate: nn.Linear | None = None
-        if mla.output_gate:
-            self.linear_gate = plain_linear(hidden, model.num_attention_heads // backend.world.tensor.size, backend)
+        self.linear_gate = GateOfHeads(model, backend) if model.linear_gate else None
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -313,8 +330,11 @@ class MLASelfAttention(nn.Module):
         if mla.q_lora_rank is None:
             query = self.linear_q_proj(hidden)
         else:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        query = query.view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+            down = self.linear_q_down_proj(hidden)
+            latent = self.q_layernorm(down)
+            query = self.linear_q_up_proj(torch.cat([latent, down], -1) if mla.query_gate else latent)
+        channels = [mla.qk_head_dim, mla.qk_pos_emb_head_dim, mla.v_head_dim if mla.query_gate else 0]
+        plain, turned, gate = torch.split(query.view(*heads, sum(channels)), channels, -1)
         down = self.linear_kv_down_proj(hidden)
         latent, rotary = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         latent = self.kv_layernorm(latent)
@@ -329,12 +349,11 @@ class MLASelfAttention(nn.Module):
             recorder.kv_cache(self.name, "k", cached)
             recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
-        plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = scaled(torch.cat([plain, rotate(turned, positions, interleaved=True)], -1), positions)
         attended = self.core_attention(query, key, value, positions)
         if self.linear_gate is not None:
-            opened = product(F.linear, ranks.copy(hidden), self.linear_gate.weight).float().sigmoid()
-            by_head = attended.view(*opened.shape, -1)
-            attended = (by_head * opened[..., None]).to(attended.dtype).view_as(attended)
+            attended = self.linear_gate(attended, ranks.copy(hidden))
+        if mla.query_gate:
+            attended = (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
         out: Tensor = self.linear_proj(attended)
         return out

@@ -21,15 +21,15 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(("post_layernorms", "tied_embeddings"), ANY),
+    **dict.fromkeys(("post_layernorms", "tied_embeddings", "gated_norm_rank", "embedding_norm"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
     **dict.fromkeys(("attention_chunk_size", "qk_l2_norm", "moe.probs_on_input", "moe.own_norms"), ANY),
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
-    **dict.fromkeys(("clip_qkv", "norm_weight", "softplus_gate", "global_attention.num_attention_heads"), ANY),
+    **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
-    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused_kv", "per_layer_embed_dim"), ANY),
+    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused", "per_layer_embed_dim"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     **dict.fromkeys(("global_attention.keys_are_values", "global_attention.rotary_percent"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
@@ -43,7 +43,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
-    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
+    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
     **dict.fromkeys(("dsa.n_heads", "dsa.head_dim", "dsa.topk", "dsa.layers", "dsa.rope_interleaved"), ANY),
     **dict.fromkeys(("msa.n_heads", "msa.head_dim", "msa.block_size", "msa.topk_blocks", "msa.local_blocks"), ANY),
@@ -51,7 +51,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
     **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
     **dict.fromkeys(("moe.expert_bias", "moe.router_bias", "moe.latent_size", "moe.sparsemixer_eps"), ANY),
-    "moe.expert_bias_on_logits": ANY,
+    **dict.fromkeys(("moe.expert_bias_on_logits", "moe.post_layernorm", "hf_expert_bias"), ANY),
     **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
     "moe.n_hash_layers": ANY,
     "moe.score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
@@ -60,7 +60,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mhc.num_residual_streams", "mhc.mhc_sinkhorn_iterations", "mhc.epsilon"), ANY),
     **dict.fromkeys(("gdn.layers", "gdn.num_key_heads", "gdn.num_value_heads", "gdn.key_head_dim"), ANY),
     **dict.fromkeys(("gdn.value_head_dim", "gdn.conv_kernel_dim", "gdn.allow_neg_eigval", "gdn.norm_epsilon"), ANY),
-    **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound", "mla.output_gate"), ANY),
+    **dict.fromkeys(("gdn.kda", "gdn.kda_lora_rank", "gdn.kda_lower_bound"), ANY),
     **dict.fromkeys(("short_conv", "short_conv.layers", "short_conv.kernel_dim"), ANY),
     **dict.fromkeys(("mamba.pattern", "mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_dim"), ANY),
     **dict.fromkeys(("mamba.gated_norm", "multipliers", "multipliers.attention_in", "multipliers.attention_out"), ANY),
@@ -70,7 +70,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
-    **dict.fromkeys(("clip_qkv", "softplus_gate", "query_pre_attn_scalar"), None),
+    **dict.fromkeys(("clip_qkv", "query_pre_attn_scalar"), None),
     "attention_value_scale": 1.0,
     "pre_layernorms": True,
     **dict.fromkeys(("parallel_residual", "add_bias_linear", "add_qkv_bias"), False),
@@ -89,8 +89,8 @@ BESIDE_DELTA_NETS: Mapping[str, object] = {
 """What layers with a gated delta net compute of these; those with attention heed them."""
 
 BESIDE_SHORT_CONVS: Mapping[str, object] = {
-    **dict.fromkeys(("gdn", "mamba", "csa", "softplus_gate", "attention_chunk_size"), None),
-    **dict.fromkeys(("parallel_residual", "post_layernorms", "add_bias_linear"), False),
+    **dict.fromkeys(("gdn", "mamba", "csa", "attention_chunk_size"), None),
+    **dict.fromkeys(("parallel_residual", "add_bias_linear"), False),
     "pre_layernorms": True,
     "num_kv_shared_layers": 0,
 }
@@ -110,7 +110,7 @@ BESIDE_CSA: Mapping[str, object] = {
     **GROUPED_QUERIES_ALONE,
     **dict.fromkeys(("mla", "dsa", "gdn", "mamba", "global_attention", "rope_layers", "sliding_window"), None),
     **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "query_scaling_beta"), None),
-    **dict.fromkeys(("per_layer_embed_dim", "v_head_dim"), None),
+    **dict.fromkeys(("per_layer_embed_dim", "v_head_dim", "linear_gate"), None),
     **dict.fromkeys(("softmax_offset", "rotary_interleaved", "post_layernorms", "layer_scalar"), False),
     "position_embedding": "rope",
     "residual_multiplier": 1.0,
@@ -121,7 +121,7 @@ BESIDE_CSA: Mapping[str, object] = {
 
 BESIDE_MSA: Mapping[str, object] = {
     **dict.fromkeys(("mla", "dsa", "csa", "gdn", "mamba", "global_attention", "sliding_window"), None),
-    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "softplus_gate"), None),
+    **dict.fromkeys(("attention_chunk_size", "attn_logit_softcapping", "linear_gate"), None),
     **dict.fromkeys(("softmax_offset", "rotary_interleaved", "parallel_residual"), False),
     "normalization": "RMSNorm",
     "pre_layernorms": True,
@@ -154,6 +154,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     yield from ((name, values[name]) for name, value in beside.items() if values[name] != value)
     refused = {
         "output_bias": model.output_bias and model.tied_embeddings,
+        "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
+        "gated_norm_rank": model.gated_norm_rank
+        and (not model.mla or model.gdn or model.parallel_residual or (model.moe and model.moe.own_norms)),
         "dsa": model.dsa and not model.query_latent,
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,
         "msa.head_dim": model.msa and model.rotary_size > model.msa.head_dim,
@@ -166,9 +169,10 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
-        and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused_kv),
+        and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused),
         "clip_qkv": model.clip_qkv and model.attention_output_gate,
-        "softplus_gate": model.softplus_gate
+        "linear_gate": model.linear_gate
+        and not model.mla
         and (model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,
         "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,

@@ -24,6 +24,7 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
             nn.init.normal_(self.position_embeddings.weight, std=0.02)
         self.multiplier, self.rounded_multiplier = model.embedding_multiplier, model.rounded_embedding_multiplier
+        self.norm_epsilon = model.norm_epsilon if model.embedding_norm else None
         self.per_layer_embedding: WordEmbeddings | None = None
         if model.per_layer_embed_dim:
             self.per_layer_embedding = WordEmbeddings(model.padded_vocab_size, model.per_layer_embed_size, backend)
@@ -40,6 +41,8 @@ class Embedding(nn.Module):
             # the padding that fills a batch up for FP8 GEMMs may lie beyond the last position
             known = position.clamp(max=self.position_embeddings.num_embeddings - 1)
             hidden = hidden + self.position_embeddings(self.ranks.local_tokens(known.expand_as(tokens).flatten()))
+        if self.norm_epsilon is not None:
+            hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=self.norm_epsilon)
         return hidden
 
     def per_layer(self, tokens: Tensor, hidden: Tensor) -> list[Tensor] | None:

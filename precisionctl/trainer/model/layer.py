@@ -10,6 +10,7 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
+from precisionctl.trainer.model.gated_norm import GatedNorm
 from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
 from precisionctl.trainer.model.positions import Positions
@@ -33,8 +34,9 @@ class Layer(ResidualLayer):
         norm, size = norm_of(model), model.hidden_size
         self.parallel_residual = model.parallel_residual
         kda = model.gdn is not None and model.gdn.kda
-        separate = model.mla or model.one_layernorm or model.softplus_gate or (kda and model.has_delta_net(number))
-        self.input_layernorm = backend.norm(size, norm) if separate else nn.Identity()
+        of_gate = model.has_attention(number) and model.linear_gate
+        separate = model.mla or model.one_layernorm or of_gate or (kda and model.has_delta_net(number))
+        self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
         self.self_attention: (
             SelfAttention | MLASelfAttention | GatedDeltaNetAttention | KimiDeltaAttention | ShortConvolution
         )
@@ -54,7 +56,7 @@ class Layer(ResidualLayer):
         self.kv_is_read = any(model.kv_layer(layer) == number for layer in later)
         moe = model.moe if model.has_experts(number) else None
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
-        self.pre_mlp_layernorm = backend.norm(size, norm) if own_norm else nn.Identity()
+        self.pre_mlp_layernorm = self._norm(model, backend) if own_norm else nn.Identity()
         self.mlp: MLP | MoELayer
         if moe:
             self.mlp = MoELayer(f"{name}.mlp", model, moe, backend)
@@ -62,10 +64,15 @@ class Layer(ResidualLayer):
             fused = norm if model.fused_layernorms else None
             self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_size(number), fused)
         if model.post_layernorms:
-            assert isinstance(self.self_attention, SelfAttention | MLASelfAttention), "others have none, or are refused"
-            add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+            made = self.self_attention
+            given = made.linear_proj if isinstance(made, SelfAttention | MLASelfAttention) else made.out_proj
+            add_post_layernorm(given, backend.norm(size, norm))
             last = self.mlp if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc2
             add_post_layernorm(last, backend.norm(size, norm))
+        elif moe and moe.post_layernorm:
+            add_post_layernorm(self.mlp, backend.norm(size, norm))
+        elif model.unused and model.moe and model.moe.post_layernorm:
+            self.mlp.unused_post_layernorm = backend.norm(size, norm).requires_grad_(False)
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
         self.per_layer_input_gate: nn.Linear | None = None
@@ -74,6 +81,13 @@ class Layer(ResidualLayer):
             self.per_layer_projection = plain_linear(model.per_layer_embed_dim, size, backend)
             self.post_per_layer_input_norm = backend.norm(size, norm)
             self.activation = ACTIVATIONS[model.activation]
+
+    @staticmethod
+    def _norm(model: ModelShape, backend: Backend) -> nn.Module:
+        """One that is no part of a linear."""
+        if model.gated_norm_rank:
+            return GatedNorm(model.hidden_size, model.gated_norm_rank, norm_of(model), backend)
+        return backend.norm(model.hidden_size, norm_of(model))
 
     def through(
         self, hidden: Tensor, positions: Positions, per_layer: Tensor | None, shared: KeysValues | None

@@ -38,7 +38,7 @@ def balance_of(source: Reader, router: RouterSettings) -> Balance:
             found = _of_megatron(source.args)
         theirs = _checked(found, chosen, source.path)
     else:
-        theirs = _checked(_of_config(source), chosen, (source.path or Path()) / "config.json")
+        theirs = _checked(_of_config(source), chosen, source.companions.config_path)
     try:
         return replace(theirs, **chosen)
     except ValueError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.keys import TRACKER
+from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
@@ -28,7 +28,6 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
-RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # the suffix of a directory that Output is building
 _REMOVED = ".removed"
 _KEYS_NOT_IN_IDENTITY = (

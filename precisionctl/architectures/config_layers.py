@@ -1,0 +1,139 @@
+"""What config.json says of each layer: which have a window, and lists of kinds or numbers of layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from precisionctl.architectures.config_keys import Config, Fields, Rule, is_on, layers, size
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_parts import MOST_LAYERS
+from precisionctl.model_shape import ModelShape
+from precisionctl.sizes import counted
+
+
+def sliding_window(
+    local: Callable[[Config, int], list[bool]],
+    switch: str = "",
+    absent: int | None = None,
+    also: tuple[str, ...] = (),
+    listed: bool = True,
+) -> Rule:
+    """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
+
+    `local` says for each of so many layers whether it is, by keys that are `also` looked at. `switch` names a key
+    without which there is no window; `absent` is the window of a family's class where none is said. A class that does
+    not heed `layer_types` is not `listed`: a list that says otherwise is refused.
+    """
+
+    def read(config: Config, where: object) -> Fields:
+        listed_layers(config, _WINDOWS, where)  # raises for another kind, also where no window is said
+        window = config.get("sliding_window", absent)
+        if window is None or (switch and not is_on(config, switch, where)):
+            return {}
+        windows = layers_in_window(config, where, local)
+        if not listed and windows != local(config, len(windows)):
+            what = f"no {config.get('model_type')} known here has a window in the layers that layer_types lists alone"
+            raise UnknownArchitecture(what, where=where, do="transformers has it in every layer.")
+        if not any(windows):
+            return {}
+        return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
+
+    def write(model: ModelShape) -> Config:
+        if model.sliding_window is None:
+            return {"sliding_window": None} if absent and not switch else {}
+        config: dict[str, Any] = {"sliding_window": model.sliding_window}
+        if model.window_layers is not None or local is not everywhere:
+            config["layer_types"] = layer_types(model)
+        return config | ({switch: True} if switch else {})
+
+    keys = ("sliding_window", "layer_types", *also, *((switch,) if switch else ()))
+    return Rule(keys, read, write)
+
+
+def layers_in_window(config: Config, where: object, local: Callable[[Config, int], list[bool]]) -> list[bool]:
+    """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
+    listed = listed_layers(config, _WINDOWS, where)
+    return local(config, layers(config, where)) if listed is None else listed
+
+
+def layers_with_window(
+    config: Config, where: object, local: Callable[[Config, int], list[bool]], absent: int
+) -> list[bool]:
+    """As `layers_in_window`, of a class whose window is `absent` where none is said. Raises DamagedCheckpoint for
+    layers with a window that is null: transformers makes no mask for them."""
+    in_window = layers_in_window(config, where, local)
+    if any(in_window) and config.get("sliding_window", absent) is None:
+        raise DamagedCheckpoint("layer_types lists layers with a window, and there is no sliding_window", where=where)
+    return in_window
+
+
+def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fields:
+    """Fields of attention where it has some values in layers with a window, and others in those without one."""
+    if not any(windows):
+        return without
+    own = {f"global_attention.{name}": value for name, value in without.items() if value != in_window[name]}
+    return in_window if all(windows) else {**in_window, **own}
+
+
+def layer_types(model: ModelShape) -> list[str]:
+    """What each layer sees, in the words of config.json."""
+    windows = model.window_layers or (model.sliding_window is not None,) * model.num_layers
+    return ["sliding_attention" if in_window else "full_attention" for in_window in windows]
+
+
+_WINDOWS = {"sliding_attention": True, "full_attention": False}
+
+
+def listed_layers(
+    config: Config, kinds: Mapping[str, bool], where: object, key: str = "layer_types"
+) -> list[bool] | None:
+    """What the kinds of layers that are listed under a key mean; None where there is no list. Raises DamagedCheckpoint
+    unless each layer has one (as PreTrainedConfig.validate_layer_type), UnknownArchitecture for another kind."""
+    listed = config.get(key)
+    if listed is None:
+        return None
+    count = layers(config, where)
+    if not isinstance(listed, list) or len(listed) != count:
+        what = f"{key} is {shown(listed)}, not a list of {counted(count, 'layer')}"
+        raise DamagedCheckpoint(what, where=where)
+    unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
+    if unknown:
+        what = f"layers of type {shown(unknown[0])} in {key}"
+        raise UnknownArchitecture(what, where=where, do=f"Known: {', '.join(kinds)}.")
+    return [kinds[kind] for kind in listed]
+
+
+def numbered_layers(listed: object, key: str, where: object) -> frozenset[int]:
+    """The layers whose numbers are listed under a key."""
+    # as many as there may be layers: numbers can be chosen to have one hash, and take time quadratic in how many
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(layer) is not int for layer in listed):
+        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of layers", where=where)
+    return frozenset(listed)
+
+
+def everywhere(config: Config, layers: int) -> list[bool]:
+    """True for every layer."""
+    return [True] * layers
+
+
+def nowhere(config: Config, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def but_first_of_four(config: Config, layers: int) -> list[bool]:
+    """False for the first layer, the fifth, and so on."""
+    return [layer % 4 != 0 for layer in range(layers)]
+
+
+def every_other(config: Config, layers: int) -> list[bool]:
+    """True for the first layer, the third, and so on."""
+    return [layer % 2 == 0 for layer in range(layers)]
+
+
+def all_but_every(number: int, key: str = "") -> Callable[[Config, int], list[bool]]:
+    """True for every layer but each of this number; `key` may say another one."""
+
+    def local(config: Config, layers: int) -> list[bool]:
+        every = size({key: number} | dict(config), key, "config.json") if key else number
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+
+    return local

@@ -1,0 +1,51 @@
+"""Tensors that transformers joins with others, or divides, as it loads them, in a directory of compressed-tensors.
+
+It decodes them first, all by one config group, and drops what it does not find in that group's format: experts of
+Qwen3-MoE in BF16 beside linears in INT4 as well as convolutions of OLMo Hybrid. Beside FP8 alone it keeps values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from precisionctl.engines.ignore_lists import words
+from precisionctl.engines.names_in_memory import joined
+from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import QuantMethod
+
+
+def wrongly_joined(
+    config: Mapping[str, Any],
+    method: QuantMethod,
+    quantization: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+    rule: EngineRule,
+) -> Iterator[Finding]:
+    """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
+    decoded. Of those whose names differ in numbers alone the first. transformers 5.23, quantizers/base.py
+    update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
+    forms = method.read({**quantization, "config_groups": {"": _group_of_joined(quantization)}}).formats
+    packings = {form.packing for form in forms}
+    found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
+    wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
+    codes = (name for name, spec in specs.items() if spec.is_codes)
+    beside = " or ".join(dict.fromkeys(form.name for form in forms))
+    for name in joined(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
+        yield Finding(name, f"{_in_words(specs[name])}, beside {beside}", rule)
+
+
+def _in_words(spec: TensorSpec) -> str:
+    return f"{spec.codes_name} codes" if spec.is_codes else f"{spec.dtype} values"
+
+
+def _group_of_joined(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config group by which what is joined is decoded: the first with an expression that says `experts`, else the
+    first that targets a class or a name, else the first (CompressedTensorsDequantize: get_experts_scheme)."""
+    groups: list[Mapping[str, Any]] = list(quantization["config_groups"].values())
+    targets = {at: [*words(group.get("targets"))] for at, group in enumerate(groups)}
+    of_experts = (at for at in targets if any(each.startswith("re:") and "experts" in each for each in targets[at]))
+    of_names = (at for at in targets if any(not each.startswith("re:") for each in targets[at]))
+    return groups[next(chain(of_experts, of_names), 0)]

@@ -1,0 +1,110 @@
+"""A.X K2: its config.json key by key against transformers' class, and the names of what it alone has."""
+
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from conversions import run
+from gpt_models import VOCABULARY, as_gpt, converted
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.param import Parallelism
+from precisionctl.same_model import differences
+
+pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers has no A.X K2")
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("axk2")).to_dict()
+    return said | changes
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mlp_layer_types": None},
+        {"mlp_layer_types": None, "first_k_dense_replace": 0},
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": 3},
+        {"n_group": 4, "topk_group": 2},
+        {"n_group": 1, "topk_group": 1},
+        {"head_dim": 5},
+        {"gated_norm_rank": 3},
+        {"index_n_heads": 1, "index_head_dim": 8},
+        {"routed_scaling_factor": 1.0, "n_shared_experts": 1},
+        {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        {"layer_types": ["indexed_attention"] * 3, "rope_interleave": False},
+    ],
+    ids=str,
+)
+def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
+    """By the logits of a model that transformers makes of the same config.json."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING["axk2"].from_dict(config(**said)))
+    ours = as_gpt(converted(theirs.eval(), tmp_path))
+    tokens = torch.randint(VOCABULARY, (2, 40))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+    assert differences(ours.model, from_hf_config(config(**said))) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"layer_types": ["full_attention"] * 3}, "layers of type 'full_attention'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused_by_name(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnknownArchitecture, match=words):
+        from_hf_config(config(**said))
+
+
+def test_names_in_memory_are_read_and_published_ones_written(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "axk2", dtype=torch.bfloat16)
+    file = tmp_path / "hf/model.safetensors"
+    stored = load_file(file)
+    assert {name.split(".")[-2] for name in stored} >= {"W_down", "W_up", "q_b_proj"}
+    renamed = {".W_down.": ".mlp.fc1.", ".W_up.": ".mlp.fc2.", ".q_b_proj.": ".q_gate_proj."}
+    in_memory = {}
+    for name, tensor in stored.items():
+        for published, other in renamed.items():
+            name = name.replace(published, other)
+        in_memory[name] = tensor
+    save_file(in_memory, file, {"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "m", "megatron")
+    run(tmp_path / "m", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == stored.keys()
+    assert [each for each in stored if not torch.equal(stored[each], back[each])] == []
+
+
+def test_exports_leave_gates_of_norms_and_indexers_in_bf16(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "axk2", dtype=torch.bfloat16, **pico.fp8_sizes("axk2"))
+    asked = Request.export(tmp_path / "hf", tmp_path / "out", "transformers", "dynamic", keep_misfits=True)
+    codes = plan_command(asked).plan.codes
+    assert not [name for name in codes if "layernorm" in name or "indexer" in name]
+    assert {name.split(".")[-2] for name in codes} >= {"q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+@pytest.mark.parametrize("family", ["axk1", "axk2"])
+def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    sizes = Parallelism(2, 3, expert=2)
+    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=sizes)
+    run(tmp_path / "m", tmp_path / "back", "hf")
+    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert stored.keys() == back.keys()
+    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
