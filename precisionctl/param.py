@@ -40,6 +40,13 @@ GEMM_ALIGNMENT = 16
 in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
 
 
+def divides_heads(ranks: int, heads: int, groups: int) -> bool:
+    """Whether tensor-parallel ranks get as many attention heads each, and as many of the groups that share keys and
+    values; with fewer groups than ranks, as many ranks have each group (Megatron's TransformerConfig.__post_init__,
+    vLLM's QKVParallelLinear)."""
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
 def state_name(kind: str, parameter: str) -> str:
     """The name of what an optimizer keeps of a parameter."""
     return f"{STATE}{kind}.{parameter}"

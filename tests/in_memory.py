@@ -18,13 +18,14 @@ from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engines
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import Numbers, after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.served_model import served
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import BLOCKS, Scheme, quant_methods
 
@@ -121,7 +122,7 @@ def export(
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
-    refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=served(values, 1))
+    refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=served(values.model, values.targets))
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(

@@ -32,6 +32,7 @@ from precisionctl.engines.ignore_lists import (
     BY_START_REGEX_OR_END,
     Matching,
 )
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
 from precisionctl.verify.engine_rules import check
@@ -71,8 +72,9 @@ class Made:
 
     def check(self, engine: str, ranks: int = 1):
         read = lambda name: torch.tensor([self.values.get(name, 1.0)])  # noqa: E731
-        config = {"quantization_config": self.quantization}
-        return ENGINES[engine].check(config, self.specs, read, ranks, self.beside)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+        config = heads | {"quantization_config": self.quantization}
+        return ENGINES[engine].check(config, self.specs, read, ServingLayout.of(config, ranks), self.beside)
 
     def renamed(self, old: str, new: str) -> "Made":
         """Scales under another name."""

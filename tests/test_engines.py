@@ -1,6 +1,7 @@
 """What each engine accepts, on the specs and configs of a small Llama in each spelling."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from engine_exports import BF16, ENGINES, LAYER, METHODS, exported
 
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine
-from precisionctl.engines.serving import ServingLayout
+from precisionctl.engines.serving import HeadCounts, ServingLayout
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CHANNEL, CODES, FOUR_BITS, SQUARE
 
@@ -181,15 +182,16 @@ def test_experts_are_cut_unless_they_are_dealt_out_whole(engine, linear, shape):
     """Qwen3-30B-A3B on 8 GPUs. vLLM: FusedMoEParallelConfig.make; SGLang: check_quantized_moe_compatibility divides
     moe_intermediate_size by tp_size // ep_size."""
     name, weight = f"{LAYER}.mlp.experts.0.{linear}.weight", TensorSpec(shape, CODES)
-    cut = engine.check_shape(name, weight, SQUARE, ServingLayout(32, 4, 8))
+    qwen3_30b = ServingLayout((HeadCounts(32, 4),), 8)
+    cut = engine.check_shape(name, weight, SQUARE, qwen3_30b)
     assert cut and "on each of 8 GPUs" in cut.what and "--expert-parallel" in cut.what
-    assert not engine.check_shape(name, weight, SQUARE, ServingLayout(32, 4, 8, expert_parallel=True))
+    assert not engine.check_shape(name, weight, SQUARE, replace(qwen3_30b, expert_parallel=True))
 
 
 def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it():
-    vllm, spread = ENGINES["vllm"], ServingLayout(4, 4, 2, expert_parallel=True)
+    vllm, layout = ENGINES["vllm"], ServingLayout((HeadCounts(4, 4),), 2)
     shared = f"{LAYER}.mlp.shared_experts.gate_proj.weight"  # engines cut it as any other linear
-    for served in (ServingLayout(4, 4, 2), spread):
+    for served in (layout, replace(layout, expert_parallel=True)):
         cut = vllm.check_shape(shared, TensorSpec((640, 256), CODES), SQUARE, served)
         assert cut and cut.what.endswith("are not a multiple of 128")
         whole = vllm.check_shape(
@@ -200,7 +202,7 @@ def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it()
 
 
 def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
-    vllm, served = ENGINES["vllm"], ServingLayout(4, 4, 2)
+    vllm, served = ENGINES["vllm"], ServingLayout((HeadCounts(4, 4),), 2)
     finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), CHANNEL, served)
     assert finding and finding.what == "shape [24, 64] on each of 2 GPUs, of which FP8 GEMMs need multiples of 16"
     assert not vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), CHANNEL, served)
@@ -208,7 +210,7 @@ def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
 
 def test_weights_stored_as_one_are_told_apart_by_their_heads():
     """Phi-3's `qkv_proj`: 4 heads of 96 for queries, 2 for keys: 384, 192, 192."""
-    vllm, served = ENGINES["vllm"], ServingLayout(4, 2)
+    vllm, served = ENGINES["vllm"], ServingLayout((HeadCounts(4, 2),))
     name = f"{LAYER}.self_attn.qkv_proj.weight"
     assert vllm.check_shape(name, TensorSpec((768, 256), CODES), SQUARE, served)
     assert not vllm.check_shape(name, TensorSpec((1024, 256), CODES), SQUARE, served)

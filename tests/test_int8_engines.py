@@ -148,7 +148,7 @@ def test_of_experts_in_int8_engines_load_less(tmp_path: Path, spelling: str, ref
 
 
 def test_a_share_of_int8_need_not_be_a_multiple_of_16_and_must_be_a_whole_number(tmp_path: Path) -> None:
-    int8_directories.make(tmp_path, SPELLINGS["w8a8"], intermediate_size=24)
+    int8_directories.make(tmp_path, SPELLINGS["w8a8"], intermediate_size=24, num_attention_heads=16)
     assert findings(tmp_path, "vllm", 2)[0] == []
     assert any("cannot be cut for 16 GPUs" in each for each in findings(tmp_path, "vllm", 16)[0])
 

@@ -284,7 +284,8 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
     rows = tuple(kind.experts if kind.experts and row in EXPERTS else row for row in family.rows)
 
     def renamed(row: Row) -> Row:
-        return replace(row, names=tuple(map(wrapper.name_of, row.hf)))
+        names, values = (tuple(map(wrapper.name_of, each)) for each in (row.hf, row.values))
+        return replace(row, names=names, values=values)
 
     def renamed_either(either: Either) -> Either:
         first, second = tuple(map(renamed, either.first)), tuple(map(renamed, either.second))

@@ -25,13 +25,14 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.export.schemes import best_scheme, schemes_of
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
+from precisionctl.planning.served_model import served
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CHANNEL, FIXED_INPUTS, FOUR_BITS, TENSOR, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
@@ -66,12 +67,14 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # no note on outdated state: the choice of the scheme names it
-    layout = served(source.plan, request.ranks, expert_parallel=request.expert_parallel)
-    if found := engine.check_spread(source.plan.targets, layout):
+    if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
+        raise model.why
+    layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
+    if found := engine.check_spread(source.plan.targets, layout) or engine.check_groups(layout):
         raise PrecisionError(
-            f"{engine.title} cannot deal out experts whole: {found[0].what}; {found[0].rule.text}",
+            f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
             where=found[0].where,
-            do="Choose another --tp, or leave --expert-parallel out.",
+            do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
         )
     config = _config_of(reader, model)
     policy = in_scheme(

@@ -34,7 +34,7 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.engines.serving import FUSED, HEADS_EVENLY, LATENT, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
@@ -91,7 +91,8 @@ class Engine:
 
     How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_experts` if
     these get experts whole, `on_cache` for an FP8 cache. `spreads` is what it then asks of a model's experts, and
-    `evenly` whether each GPU must get as many."""
+    `evenly` whether each GPU must get as many. `whole_groups` says that GPUs share no group of a mixer in a directory
+    of codes."""
 
     name: str
     title: str
@@ -120,6 +121,7 @@ class Engine:
     on_cache: str
     spreads: EngineRule | None = None
     evenly: bool = False
+    whole_groups: EngineRule | None = None
     bf16_scales: frozenset[str] = frozenset()
     joins: Mapping[str, EngineRule] = field(default_factory=dict)
     renames: bool = False
@@ -146,18 +148,15 @@ class Engine:
         config: Mapping[str, Any],
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
-        ranks: int = 1,
+        served: ServingLayout | None = None,
         hf_quant_config: Mapping[str, Any] | None = None,
-        *,
-        expert_parallel: bool = False,
     ) -> list[Finding]:
-        """Every rule that a directory breaks if the engine serves it on `ranks` GPUs, with experts whole if
-        `expert_parallel`. `config` is config.json, `specs` are all stored tensors, scales included, `read` returns a
-        scale's value by its name, and `hf_quant_config` is the content of hf_quant_config.json, if there is one."""
-        served = ServingLayout.of(config, ranks, expert_parallel=expert_parallel)
+        """Every rule that a directory breaks if the engine serves it as `served` says (None: on one GPU). `config` is
+        config.json, `specs` are all stored tensors, scales included, `read` returns a scale's value by its name, and
+        `hf_quant_config` is the content of hf_quant_config.json, if there is one."""
         try:
             with in_time():
-                return self._findings(config, specs, read, served, hf_quant_config)
+                return self._findings(config, specs, read, served or ServingLayout.of(config), hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 
@@ -193,7 +192,8 @@ class Engine:
         )
         fused = (*FUSED, LATENT) if self.fuses else ()
         floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
-        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in codes.items())
+        divided = {} if served.uneven else codes
+        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in divided.items())
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *always,
@@ -201,6 +201,8 @@ class Engine:
             *wrong_scales(found, self.scales),
             *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
+            *served.unknown(codes),
+            *self.check_groups(served),
             *wrongly_ignored(
                 found,
                 self.ignores.get((method.name, scheme)) or self.ignores[method.name],
@@ -273,8 +275,10 @@ class Engine:
         return [*wrongly_joined(config, method, quantization, specs, rule)] if rule else []
 
     def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
-        """Why the engine does not deal out the experts of a model with these tensors whole, as a finding: there are
-        none, or the GPUs do not divide their number."""
+        """Why the engine does not divide a model with these tensors among GPUs, as a finding: they do not divide its
+        heads; or its experts are to be dealt out whole, and there are none, or the GPUs do not divide their number."""
+        if served.uneven:
+            return [Finding("config.json", served.uneven, HEADS_EVENLY)]
         if self.spreads is None or not served.expert_parallel:
             return []
         names = list(names)
@@ -284,6 +288,12 @@ class Engine:
         uneven = ((module, count) for (module, _), count in counts.items() if self.evenly and count % served.ranks)
         what = "{} experts on {} GPUs"
         return [Finding(module, what.format(count, served.ranks), self.spreads) for module, count in islice(uneven, 1)]
+
+    def check_groups(self, served: ServingLayout) -> list[Finding]:
+        """That GPUs would share a mixer's only group, where the engine does not let them beside codes, as a finding."""
+        if self.whole_groups is None or not served.shares_rows:
+            return []
+        return [Finding("config.json", f"mixers of one group on {served.ranks} GPUs", self.whole_groups)]
 
     def check_stacked(self, names: Iterable[str], method: str, model_type: object) -> list[Finding]:
         """The first of these tensors whose form the engine does not load beside codes, as a finding: experts of a layer

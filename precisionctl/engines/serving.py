@@ -3,14 +3,18 @@
 Under tensor parallelism engines split most linears along their outputs, and those that follow them along their inputs;
 linears with the same input are fused. Block scales are split and fused together with their weight, so no block may
 cross such a boundary. Under expert parallelism an expert is not split: each GPU holds some of a layer's experts whole.
+
+How a linear is split follows from its family's table (`planning/served_model.py`); of a model without a table, from the
+linear's name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
+from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
 from precisionctl.quant_methods.base import SQUARE, Block
 
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -35,20 +39,64 @@ Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
 the last of several that are fused."""
 
-_STORED_FUSED = ("qkv_proj", "gate_up_proj")
-_BY_OUTPUTS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "gate_proj",
-    "up_proj",
-    "w1",
-    "w3",
-    "q_b_proj",
-    "kv_b_proj",
-    "index_q_proj",
+HEADS_EVENLY = EngineRule(
+    "each GPU gets as many heads; where there are fewer key-value heads than GPUs, as many GPUs have each",
+    "vLLM 0.33 config/model.py, layers/linear.py QKVParallelLinear, mamba_mixer2.py; SGLang's have the same rules",
 )
+
+_UNKNOWN_CUT = EngineRule(
+    "how GPUs divide it is not known, so whether they can was not checked", "precisionctl verify", fatal=False
+)
+
+
+class HeadCounts(NamedTuple):
+    """So many heads of one kind, called `what`, that GPUs divide; they have the keys and values of `groups`."""
+
+    heads: int
+    groups: int
+    what: str = "attention heads"
+
+
+class Part(NamedTuple):
+    """Neighbouring outputs of a linear that are divided on their own: their number relative to that of other parts.
+    They are cut into no more than `most` pieces; of more GPUs, several have the same piece."""
+
+    size: int
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How GPUs divide a linear's stored weight: along its `outputs`, of which `parts` are divided one by one, along its
+    `inputs`, or not at all (`nothing`): each has all of it. `transposed` is one that is stored as `[in, out]`.
+    `by_row`: rows that all GPUs need stand among others, and engines look for the place of each in scales too (vLLM's
+    mamba_v2_sharded_weight_loader)."""
+
+    along: Literal["outputs", "inputs", "nothing"]
+    parts: tuple[Part, ...] = (Part(1),)
+    transposed: bool = False
+    by_row: bool = False
+
+    def share(self, outputs: int, inputs: int, ranks: int) -> tuple[list[int], int]:
+        """The outputs of each part, and the inputs, that a GPU gets; 0 where they cannot be divided."""
+        whole = sum(part.size for part in self.parts)
+        parts = [outputs * part.size // whole for part in self.parts]
+        if self.along == "outputs":
+            pieces = (min(ranks, part.most or ranks) for part in self.parts)
+            parts = [_divided(rows, each) if ranks % each == 0 else 0 for rows, each in zip(parts, pieces, strict=True)]
+        return parts, _divided(inputs, ranks) if self.along == "inputs" else inputs
+
+
+def _divided(size: int, pieces: int) -> int:
+    return size // pieces if size % pieces == 0 else 0
+
+
+WHOLE = Cut("nothing")
+
+_OF_KEYS = ("k_proj", "v_proj", "index_q_proj")
+_BY_OUTPUTS = ("gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
+_UNCUT = (*LATENT, "index_k_proj")
 _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
@@ -87,24 +135,48 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
-    key-value heads (`groups`); its `model_type`, where config.json says one. With `expert_parallel` experts are dealt
-    out to the GPUs whole."""
+    """A model that is served on `ranks` GPUs with tensor parallelism: its `heads`, where they are known, and its
+    `model_type`, where config.json says one. With `expert_parallel` experts are dealt out to the GPUs whole. `cuts` are
+    those of a family's weights, by name; None: they are told by the linears' names."""
 
-    heads: int
-    groups: int
+    heads: tuple[HeadCounts, ...]
     ranks: int = 1
     model_type: object = None
     expert_parallel: bool = False
+    cuts: Mapping[str, Cut] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1, *, expert_parallel: bool = False) -> "ServingLayout":
-        """The model that a config.json describes, or that it has a `text_config` of."""
+        """The model without a table that a config.json describes, or that it has a `text_config` of."""
         config = config if "num_attention_heads" in config else text_config(config)
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
-        found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]
-        return cls(found[0], found[1], ranks, config.get("model_type"), expert_parallel)
+        found: tuple[HeadCounts, ...] = ()
+        if type(heads) is int and type(groups) is int and min(heads, groups) > 0:
+            found = (HeadCounts(heads, groups),)
+        return cls(found, ranks, config.get("model_type"), expert_parallel)
+
+    @property
+    def uneven(self) -> str | None:
+        """Which heads the GPUs do not divide evenly, in words; None if there are none."""
+        for heads, groups, what in self.heads:
+            if not divides_heads(self.ranks, heads, groups):
+                in_groups = f" in {groups} query groups" if groups != heads else ""
+                return f"{heads} {what}{in_groups} on {self.ranks} GPUs"
+        return None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several GPUs get the same rows of a weight whose other rows they divide, by places looked up."""
+        return self.ranks > 1 and any(cut.by_row for cut in (self.cuts or {}).values())
+
+    def unknown(self, weights: Iterable[str]) -> list[Finding]:
+        """The weights of which it is not known how several GPUs divide them, as findings."""
+        if self.ranks == 1:
+            return []
+        whole = self.expert_parallel
+        cut = (name for name in weights if not (whole and (name.endswith("]") or _EXPERTS.fullmatch(name))))
+        return [Finding(name, f"on {self.ranks} GPUs", _UNKNOWN_CUT) for name in cut if self._cut(name) is None]
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
@@ -118,25 +190,27 @@ class ServingLayout:
         return f"{cut}; with --expert-parallel experts are not cut" if cut and not whole else cut
 
     def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
-        module = name.removesuffix(".weight")
-        linear = _linear(module)
-        parts, columns = self._parts(linear, spec.rows), spec.columns
-        cut = linear in (*_BY_OUTPUTS, *_STORED_FUSED) and self.ranks > 1
-        if cut:
-            parts = [self._share(linear, rows) for rows in parts]
-        elif linear in _BY_INPUTS:
-            columns = self._divided(columns)
-        shape = f"{[sum(parts), columns]}" + (f" on each of {self.ranks} GPUs" if self.ranks > 1 else "")
+        cut, here = self._cut(name) or WHOLE, f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        outputs, inputs = (spec.columns, spec.rows) if cut.transposed else (spec.rows, spec.columns)
+        parts, columns = cut.share(outputs, inputs, self.ranks)
+        shape = f"{[columns, sum(parts)] if cut.transposed else [sum(parts), columns]}{here}"
         if 0 in (columns, *parts):
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
-        if spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
+        if spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
         high, wide = block
+        if cut.by_row and self.ranks > 1 and not (high == 1 and spec.codes_name in ("FP8", "INT8")):
+            return f"shape {shape}, of rows that are found only in codes of one byte with a scale for each row"
         if high is None or wide is None:  # no scale is cut with the inputs
             return None
         if columns % wide:
             return f"shape {shape}, whose inputs are not a multiple of {wide}"
-        if any(rows % high for rows in parts) and (cut or not self._may_be_ragged(module, parts, ragged)):
+        if ragged == "never":  # it computes what is stored as one as one linear
+            parts = [sum(parts)]
+        split = cut.along == "outputs" and self.ranks > 1
+        if any(rows % high for rows in parts) and (
+            split or not self._may_be_ragged(name.removesuffix(".weight"), parts, ragged)
+        ):
             return f"shape {shape}, whose outputs are not a multiple of {high}"
         return None
 
@@ -150,23 +224,22 @@ class ServingLayout:
             return _linear(module) == _linear(group[-1])
         return len(group) == len(parts) == 1
 
-    def _parts(self, linear: str, rows: int) -> list[int]:
-        """The number of rows of each linear that is fused in a stored one; of one that is not fused, its own."""
+    def _cut(self, name: str) -> Cut | None:
+        """How GPUs divide a weight; None if that is not known."""
+        if self.cuts is not None:
+            return self.cuts.get(name)
+        linear = _linear(name.removesuffix(".weight"))
+        if linear in _BY_OUTPUTS:
+            return Cut("outputs")
+        if linear in _BY_INPUTS:
+            return Cut("inputs")
+        if linear in _UNCUT:
+            return WHOLE
         if linear == "gate_up_proj":
-            return [rows // 2, rows - rows // 2]
-        if linear == "qkv_proj":
-            each = rows // (self.heads + 2 * self.groups)
-            return [self.heads * each, self.groups * each, rows - (self.heads + self.groups) * each]
-        return [rows]
-
-    def _share(self, linear: str, rows: int) -> int:
-        """The number of rows that each GPU gets, 0 if they cannot be split. With more GPUs than key-value heads, those
-        heads are replicated."""
-        if linear == "q_proj" and self.heads % self.ranks:
-            return 0
-        if linear in ("k_proj", "v_proj", "index_q_proj") and self.ranks > self.groups:
-            return rows // self.groups if self.ranks % self.groups == 0 else 0
-        return self._divided(rows)
-
-    def _divided(self, size: int) -> int:
-        return size // self.ranks if size % self.ranks == 0 else 0
+            return Cut("outputs", (Part(1), Part(1)))
+        if not self.heads:
+            return None
+        heads, groups, _ = self.heads[0]
+        queries, keys = Part(heads), Part(groups, groups)
+        parts = {"q_proj": (queries,), "qkv_proj": (queries, keys, keys)} | dict.fromkeys(_OF_KEYS, (keys,))
+        return Cut("outputs", parts[linear]) if linear in parts else None

@@ -60,6 +60,10 @@ ENGINE = Engine(
     on_experts=" --ep-size {ranks}",
     spreads=EngineRule("each GPU gets as many experts", "SGLang layers/moe/fused_moe_triton/layer.py FusedMoE"),
     evenly=True,
+    whole_groups=EngineRule(
+        "beside codes, each GPU gets groups of a mixer whole",
+        "SGLang 0.5.23 layers/attention/mamba/mamba.py MambaMixer2",
+    ),
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from precisionctl.architectures.families import table_of
-from precisionctl.engines.serving import ServingLayout, fused, in_step
+from precisionctl.engines.serving import fused, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_amaxes
 from precisionctl.fp8.numerics import Numbers, rounded_up
@@ -229,15 +229,6 @@ Refusal = Callable[[str, TensorSpec], str | None]
 KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
 """A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
 the names that it looks for."""
-
-
-def served(plan: Plan, ranks: int, *, expert_parallel: bool = False) -> ServingLayout:
-    """How a plan's model is laid out on this many GPUs, with experts whole if `expert_parallel`."""
-    if isinstance(plan.model, UntabledModel) and ranks == 1:  # no table says how several would divide it
-        return ServingLayout.of(plan.model.config)
-    model = plan.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    return ServingLayout(heads, groups, ranks, model.architecture, expert_parallel)
 
 
 def in_scheme(

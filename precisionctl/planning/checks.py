@@ -9,7 +9,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor, one_line
 from precisionctl.fp8.elements import FP8
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.param import Parallelism, TensorSpec, divides_heads
 from precisionctl.untabled_model import UntabledModel
 
 _VALUES = (DType.bfloat16, DType.float16, DType.float32, *FP8)
@@ -132,7 +132,7 @@ def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
     ranks (TransformerConfig.__post_init__)."""
     ranks = parallelism.tensor
     for heads, groups in ((each.num_attention_heads, each.num_query_groups) for each in model.attentions):
-        if heads % ranks or (groups % ranks and ranks % groups):
+        if not divides_heads(ranks, heads, groups):
             raise ShapeMismatch(
                 f"{heads} heads in {groups} query groups cannot be divided evenly among {ranks} tensor-parallel ranks",
                 do="Choose --tp that divides the heads, and is a multiple or a divisor of the groups.",

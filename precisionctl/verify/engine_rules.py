@@ -8,6 +8,7 @@ from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
+from precisionctl.planning.served_model import served
 from precisionctl.quant_methods.coded_weights import recognise
 
 NO_CODES = EngineRule(
@@ -58,9 +59,8 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
         reader.config,
         stored.specs,
         lambda name: read_tensor(stored, name),
-        ranks,
+        served(reader.model, reader.specs, ranks, expert_parallel=expert_parallel),
         reader.hf_quant_config,
-        expert_parallel=expert_parallel,
     )
     if not reader.encodings:
         dtypes = sorted({spec.stored_dtype for spec in reader.specs.values() if len(spec.shape) > 1})

@@ -1,0 +1,121 @@
+"""How inference engines divide a model among GPUs, by its family's table.
+
+Engines cut a linear as Megatron does, so `Row.cut` says how. That was read in vLLM 0.33 and SGLang 0.5.23, of the
+class that serves each family here: which attributes are ColumnParallelLinear, MergedColumnParallelLinear and
+QKVParallelLinear (outputs), RowParallelLinear (inputs), or ReplicatedLinear. What they cut otherwise is said here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import Row, filled
+from precisionctl.architectures.read_off import TensorRow
+from precisionctl.architectures.rearrangements import BY_HEAD, SAME, Transposed
+from precisionctl.engines.serving import WHOLE, Cut, HeadCounts, Part, ServingLayout
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import MIXER_PARTS, TensorSpec
+from precisionctl.untabled_model import UntabledModel
+
+_OUTPUT_GROUPS = ".linear_o_group_proj"
+"""DeepSeek-V4's projection of each group of heads: whole on Megatron's ranks, while engines cut it by groups (wo_a in
+vLLM's and SGLang's classes)."""
+
+_INDEXER, _INDEX_QUERIES = ".indexer.", ".indexer.linear_q.weight"
+"""MiniMax-M3's, of which vLLM deals out heads as it does key-value heads (MinimaxM3QKVParallelLinearWithIndexer)."""
+
+_BEFORE_PREDICTION = (".eh_proj.weight", ".e_proj.weight", ".h_proj.weight")
+"""What gives a layer of multi-token prediction its input: cut on Megatron's ranks, while engines' GPUs have all of it.
+"""
+
+
+def served(
+    model: ModelShape, stored: Mapping[str, TensorSpec], ranks: int = 1, *, expert_parallel: bool = False
+) -> ServingLayout:
+    """How a model, of which these Hugging Face tensors are `stored`, is laid out on this many GPUs, with experts whole
+    if `expert_parallel`."""
+    if isinstance(model, UntabledModel):
+        return ServingLayout.of(model.config, ranks, expert_parallel=expert_parallel)
+    cuts: dict[str, Cut] = {}
+    for row in table_of(model).spelled(stored, model):
+        # A config.json may claim more layers than there are tensors
+        if 0 < row.count(model) <= len(stored) and row.present.in_layout("hf", model):
+            here = [*zip(row.source.hf, _cuts(row.source, model), strict=False)]
+            for place in row.places(model):
+                cuts |= {filled(name, place): cut for name, cut in here if name not in row.source.values}
+    return ServingLayout((*_heads(model),), ranks, model.architecture, expert_parallel, cuts)
+
+
+def _heads(model: ModelShape) -> Iterator[HeadCounts]:
+    for attention in model.attentions:
+        yield HeadCounts(attention.num_attention_heads, attention.num_query_groups)
+    if model.gdn:
+        yield HeadCounts(model.gdn.num_key_heads, model.gdn.num_key_heads, "key heads of delta nets")
+    if model.mamba:
+        yield HeadCounts(model.mamba.num_heads, model.mamba.num_heads, "heads of mixers")
+        if model.mamba.num_groups > 1:  # one group is copied to every GPU
+            yield HeadCounts(model.mamba.num_groups, model.mamba.num_groups, "groups of mixers")
+    if model.csa:
+        yield HeadCounts(model.csa.o_groups, model.csa.o_groups, "groups of output projections")
+
+
+def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
+    """How engines cut each Hugging Face tensor of a row; none where that is not known: of linears that no recipe
+    computes in FP8 (routers, say) it was not read, but for those that released models have as codes."""
+    parallel, of_gemm = row.cut(model), row.gemm or row.only_exported
+    if isinstance(row, TensorRow):  # of a wrapper's tower
+        return []
+    if row.hf[0].endswith("]"):  # MXFP4 experts in one tensor, of which vLLM rounds shares up (models/gpt_oss.py)
+        return []
+    if row.megatron.endswith(_OUTPUT_GROUPS):
+        return [Cut("outputs")]
+    if row.megatron.endswith(_INDEX_QUERIES) and of_gemm:
+        return [Cut("outputs", (Part(1, model.num_query_groups),))]
+    if not of_gemm:
+        whole = row.megatron.endswith(_BEFORE_PREDICTION) or _INDEXER in row.megatron
+        return [WHOLE] if whole else []
+    if parallel.kind == "replicated":
+        return [WHOLE] * len(row.hf)
+    transposed = isinstance(row.rearrangement, Transposed)
+    if parallel.kind == "columns":
+        return [Cut("inputs", transposed=transposed)]
+    sizes = [shape[transposed] for shape in row.shapes(model, "hf")]
+    of_qkv = row.sizes[0] == "qkv_size"
+    by_head = of_qkv and row.rearrangement is SAME and model.num_query_groups == model.num_attention_heads
+    if by_head or row.rearrangement is BY_HEAD:  # all that belongs to a head stands together
+        return [Cut("outputs")] * len(sizes)
+    parts = _parts_of_qkv(row, model, sizes) if of_qkv else _parts(row, model)
+    by_row = _is_of_one_group(row, model)
+    return [Cut("outputs", tuple(each), transposed, by_row) for each in _by_tensor(parts, sizes)]
+
+
+def _parts_of_qkv(row: Row, model: ModelShape, sizes: Sequence[int]) -> list[Part]:
+    """Queries, with gates if these are a tensor of their own; keys; values, if they are others."""
+    attention = model.attention_of(in_window=row.layers != "global")
+    groups = attention.num_query_groups
+    channels = [attention.kv_channels, *([] if attention.keys_are_values else [attention.value_channels])]
+    keys = [Part(groups * each, groups) for each in channels]
+    queries = sizes[: -len(keys)] or [sizes[0] - sum(part.size for part in keys)]
+    return [*map(Part, queries), *keys]
+
+
+def _parts(row: Row, model: ModelShape) -> list[Part]:
+    parts = [Part(rows) for rows in row.cut(model).rows_of_parts(row.shape(model)[0])]
+    if _is_of_one_group(row, model):
+        gates, inputs, *of_group, steps = parts
+        return [gates, inputs, *(Part(part.size, 1) for part in of_group), steps]
+    return parts
+
+
+def _is_of_one_group(row: Row, model: ModelShape) -> bool:
+    """Whether this projects into a Mamba-2 mixer of one group, which every GPU gets."""
+    return row.parallel.names == MIXER_PARTS and model.mamba is not None and model.mamba.num_groups == 1
+
+
+def _by_tensor(parts: Iterable[Part], sizes: Sequence[int]) -> Iterator[list[Part]]:
+    """The parts that are in each tensor of these numbers of rows."""
+    parts = iter(parts)
+    for size in sizes:
+        own: list[Part] = []
+        while sum(part.size for part in own) < size:
+            own.append(next(parts))
+        yield own
