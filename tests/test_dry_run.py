@@ -15,6 +15,7 @@ from precisionctl.errors import DiskProblem, PrecisionctlError, RecipeError
 from precisionctl.reports import run as report
 from precisionctl.sizes import size
 from precisionctl.trainer import run_plan
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.measure.preflight import checkpoint_bytes
 from precisionctl.trainer.run_plan import dry_run
 from precisionctl.trainer.settings import Settings
@@ -96,6 +97,8 @@ def test_a_dry_run_says_of_what_is_loaded_what_the_run_says(place: Path, tmp_pat
     asked_for = asked(place, {"source": "run", "out": tmp_path / "on", "train__steps": 3, "skip": skip})
     dry, begun = report.dry_run(dry_run(asked_for)), report.beginning(run(asked_for)[0])
     assert dry[0] == begun[0]
+    (rates,) = [line for line in dry if line.startswith("learning rates: ")]
+    assert rates in begun and f"{read_metrics(tmp_path / 'on' / FILE)[0]['lr']:.2e} in step 3" in rates
     left_behind = "the checkpoint's optimizer state is left behind"
     assert (left_behind in dry) == (left_behind in begun) == bool(skip)
 

@@ -39,7 +39,7 @@ backend_option = click.option(
     short_help="Continue training, in BF16 or FP8, pretraining or SFT.",
     examples=[
         "resume llama --precision fp8 --data text/ --out llama-fp8",
-        "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=200 --dry-run",
+        "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=2000 --dry-run",
         "resume llama-fp8 --precision bf16 --recipe sft-bf16 --data chats.jsonl --out sft --load weights",
     ],
     sections={

@@ -52,7 +52,7 @@ def dry_run(dry: DryRun) -> list[str]:
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, *_disk(dry.disk), *plan.notes(), "Nothing was started."]
+    return [*lines, *_disk(dry.disk), *plan.notes(dry.step), "Nothing was started."]
 
 
 def _taken(run: Started | DryRun) -> str:
