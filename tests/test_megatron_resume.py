@@ -207,7 +207,7 @@ def test_weights_alone_are_a_new_run_with_nothing_else_of_the_old_one(megatron: 
         _, made = from_megatron(megatron, tmp_path / way, way, load="weights")
         started, _, _ = run(made)
         assert (started.load, started.step) == ("weights", 0)
-        assert started.notes[1] == "the checkpoint's optimizer state is left behind"
+        assert "the checkpoint's optimizer state is left behind" in started.notes
     full = settings(megatron / "source", megatron / "text.txt", tmp_path / "out", load="full")
     with pytest.raises(CheckpointError, match=r"no optimizer state that can be read .*--skip optimizer"):
         run(full)

@@ -256,21 +256,6 @@ def test_full_goes_on_with_step_optimizer_and_data_and_weights_begin_anew(place:
     assert any("left behind" in note for note in started.notes)
 
 
-def test_a_run_that_is_refused_for_its_data_leaves_nothing_and_an_older_folder_as_it_was(
-    place: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "few.txt").write_text("w1 w2 w3")
-    for name, files in {"new": [], "old": ["kept.txt"]}.items():
-        for file in files:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / file).touch()
-        made = settings(place / "source", tmp_path / "few.txt", tmp_path / name)
-        with pytest.raises(DataError, match="4 tokens are fewer than one row"):
-            run(replace(made, overrides=("data.sequence_length=32",)))  # its tokens are in the run's folder
-        assert (tmp_path / name).exists() == bool(files)
-        assert all((tmp_path / name / file).exists() for file in files)
-
-
 def test_other_data_begins_at_its_first_row_where_the_optimizer_goes_on(place: Path, tmp_path: Path) -> None:
     run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
     make_text(tmp_path / "new.txt", seed=9)
