@@ -1,5 +1,5 @@
-"""`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit; what a
-refused run leaves behind."""
+"""`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit; what
+a refused run leaves behind."""
 
 import json
 import shutil
