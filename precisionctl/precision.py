@@ -62,7 +62,8 @@ class Precision:
         if ends and not (ends[-1] == 1 and all(before < end for before, end in pairwise([0.0, *ends]))):
             raise RecipeError(
                 f"the phases of precision.schedule end at {', '.join(f'{end:g}' for end in ends)} of the run",
-                do="`until` must rise from above 0, and be 1 in the last phase, where it may be left out.",
+                do="`until` is a share of train.steps and not a step: 0.5 is half of the run. It must rise from above "
+                "0, and be 1 in the last phase, where it may be left out.",
             )
 
     @property

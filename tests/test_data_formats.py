@@ -1,5 +1,7 @@
 """Kinds of files and shapes of rows: each gives the samples that its own documentation says, or one clear error."""
 
+import bz2
+import gzip
 import json
 import tracemalloc
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import load_rows
-from precisionctl.trainer.data.formats import json_list
+from precisionctl.trainer.data.formats import base, json_list
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.shapes import KEYS, Completion, Conversation, Text, sample_of
@@ -230,12 +232,64 @@ def test_a_damaged_json_list_is_one_clear_error(tmp_path: Path, content: str, me
 
 def test_reading_rows_needs_no_more_memory_for_more_of_them(tmp_path: Path) -> None:
     row = {"text": "word " * 200}
-    lines, listed = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines, listed, packed = (tmp_path / name for name in ("rows.jsonl", "rows.json", "rows.jsonl.gz"))
     write_rows(lines, [row] * 20_000)  # 20 MB
     listed.write_text(json.dumps([row] * 20_000))
-    for path in (lines, listed):
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    for path in (lines, listed, packed):
         tracemalloc.start()
         assert sum(1 for _ in records([path])) == 20_000
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8e6, path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.ndjson.gz", "c4-train.00000.json.gz"])
+def test_what_gzip_packed_gives_the_rows_that_are_in_it(tmp_path: Path, name: str) -> None:
+    rows = [{"text": "a\r\nb"}, {"text": "\u2028"}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    found = list(records([tmp_path / name]))
+    assert [record.row for record in found] == rows
+    assert [record.where for record in found] == [f"{tmp_path / name}, line {number}" for number in (1, 2)]
+
+
+def test_a_packed_text_is_the_document_that_is_in_it(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "text.txt", tmp_path / "text.txt.gz"
+    plain.write_bytes("\ufeffone\r\ntwo \u00e4".encode())
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert [record.row for record in records([plain, packed])] == [{"text": "one\ntwo \u00e4"}] * 2
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "text.txt.gz"])
+def test_a_damaged_gzip_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(999)))
+    for damaged in (
+        whole[:-5],
+        whole[: len(whole) // 2],
+        whole[:99] + b"\xff" * 99 + whole[198:],
+        whole[:-8] + bytes(8),
+    ):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(DataError, match="not a whole gzip file"):
+            list(records([tmp_path / name]))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "text.txt", "text.txt.gz"])
+def test_a_document_beyond_all_measure_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    content = b'{"text": "a"}\n' + b" " * 20_000_000
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    monkeypatch.setattr(base, "MOST_CHARACTERS", 1_000_000)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="a document of more than 1,000,000 characters"):
+        list(records([tmp_path / name]))
+    assert tracemalloc.get_traced_memory()[1] < 8e6
+    tracemalloc.stop()
+
+
+def test_what_is_packed_otherwise_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl.bz2").write_bytes(bz2.compress(b"text" * 99))
+    with pytest.raises(DataError, match=r"not UTF-8 text.*It is packed by bzip2: unpack it first"):
+        list(records([tmp_path / "rows.jsonl.bz2"]))

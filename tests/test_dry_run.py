@@ -1,7 +1,9 @@
-"""`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit."""
+"""`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit; what
+a refused run leaves behind."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,11 @@ from pico import save as save_pico
 from training import contents, make_place, make_source, run, settings
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import DiskProblem, PrecisionctlError, RecipeError
+from precisionctl.errors import DataError, DiskProblem, PrecisionctlError, RecipeError
 from precisionctl.reports import run as report
 from precisionctl.sizes import size
 from precisionctl.trainer import run_plan
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.measure.preflight import checkpoint_bytes
 from precisionctl.trainer.run_plan import dry_run
 from precisionctl.trainer.settings import Settings
@@ -96,8 +99,25 @@ def test_a_dry_run_says_of_what_is_loaded_what_the_run_says(place: Path, tmp_pat
     asked_for = asked(place, {"source": "run", "out": tmp_path / "on", "train__steps": 3, "skip": skip})
     dry, begun = report.dry_run(dry_run(asked_for)), report.beginning(run(asked_for)[0])
     assert dry[0] == begun[0]
+    (rates,) = [line for line in dry if line.startswith("learning rates: ")]
+    assert rates in begun and f"{read_metrics(tmp_path / 'on' / FILE)[0]['lr']:.2e} in step 3" in rates
     left_behind = "the checkpoint's optimizer state is left behind"
     assert (left_behind in dry) == (left_behind in begun) == bool(skip)
+
+
+def test_a_run_that_is_refused_for_its_data_leaves_nothing_and_an_older_folder_as_it_was(
+    place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "few.txt").write_text("w1 w2 w3")
+    for name, files in {"new": [], "old": ["kept.txt"]}.items():
+        for file in files:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / file).touch()
+        made = settings(place / "source", tmp_path / "few.txt", tmp_path / name)
+        with pytest.raises(DataError, match="4 tokens are fewer than one row"):
+            run(replace(made, overrides=("data.sequence_length=32",)))  # its tokens are in the run's folder
+        assert (tmp_path / name).exists() == bool(files)
+        assert all((tmp_path / name / file).exists() for file in files)
 
 
 def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:

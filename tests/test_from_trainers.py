@@ -104,7 +104,8 @@ def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: P
     said = "\n".join(beginning(started))
     assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
     assert "here 0.95 (--set optimizer.beta2=0.999 keeps it)" in said
-    assert "from step 2 on; the checkpoint's last rate was 1.00e-03, its rate before the schedule 2.00e-03" in said
+    assert ", as --set says: 1.00e-03 in step 3; --skip schedule" in said  # a tenth of the peak, where the cosine ends
+    assert "at step 0; the checkpoint's last rate was 1.00e-03, its rate before the schedule 2.00e-03" in said
     assert "not carried over from the run: the schedule of learning rates, whose kind is not stored, " in said
     saved: Any = open_checkpoint(finished.checkpoint)
     assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3

@@ -239,6 +239,8 @@ def test_a_run_that_switches_and_is_killed_decides_and_ends_the_same(place: Path
     for step in (6, 8):
         name = f"iter_000000{step}"
         assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+        _, computed_in = load(open_checkpoint(tmp_path / "whole", step))  # of `eval`: as the step before the save
+        assert computed_in.startswith("FP8") == IN_FP8[way][step - 1]
 
 
 def test_a_schedule_is_the_runs_that_it_stands_for_one_after_another(place: Path, tmp_path: Path) -> None:
@@ -284,6 +286,15 @@ def test_a_damaged_memory_of_the_guard_is_one_clear_error(place: Path, tmp_path:
     note.write_text(json.dumps(json.loads(note.read_text()) | {"guard": kept}))
     with pytest.raises(DamagedCheckpoint, match="what its guard keeps"):
         run(made)
+
+
+def test_a_checkpoint_that_does_not_say_whether_it_was_in_fp8_as_a_run_does_is_refused(tmp_path: Path) -> None:
+    sign(tmp_path, Saved(3, 12, {"data": "x"}))
+    kept = read_saved(tmp_path)
+    assert kept and kept.fp8 is None
+    (tmp_path / RUN_FILE).write_text(json.dumps(json.loads((tmp_path / RUN_FILE).read_text()) | {"fp8": "no"}))
+    with pytest.raises(DamagedCheckpoint, match="`fp8` is no true or false"):
+        read_saved(tmp_path)
 
 
 def test_a_gap_that_is_no_number_is_kept_as_json_has_it(tmp_path: Path) -> None:

@@ -39,6 +39,17 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ["convert", hf, megatron, "--to", "megatron", "--precision", "fp8", "--workers", 1],
         ["export-inference", hf, served, "--target", "vllm", "--scheme", "dynamic", "--workers", 1],
         ["tokenize", here / "text.txt", here / "corpus", "--tokenizer", hf, "--workers", 1],
+        [
+            "resume",
+            hf,
+            "--precision",
+            "fp8",
+            "--data",
+            here / "text.txt",
+            "--dry-run",
+            "--set",
+            "data.sequence_length=16",
+        ],
         ["inspect", hf],
         ["inspect", megatron, "--fp8", "--workers", 1],
         ["inspect", served],
@@ -54,6 +65,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ["inspect", here / "a"],
         ["convert", hf, "--to", "nowhere"],
         ["--debgu", "inspect", hf],
+        ["resume", hf, "--precision", "fp8", "--data", here / "text.txt"],
     ]
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
@@ -163,7 +175,17 @@ def test_a_gate_tells_its_verdict_and_its_limit(printed: dict[str, list[dict[str
     assert (free["limit"], free["within"]) == (None, None) and (gate["limit"], gate["within"]) == (0.01, False)
 
 
+def test_a_dry_run_of_training_has_the_numbers_of_its_lines(printed: dict[str, list[dict[str, Any]]]) -> None:
+    (planned,) = printed["resume"]
+    inspected = printed["inspect"][0]
+    assert planned["parameters"] == inspected["parameters"] and planned["tokens"] == 32 * 16
+    assert planned["memory"]["total"] == sum(planned["memory"]["parts"].values()) > 0
+    assert planned["memory"]["fits"] == (planned["memory"]["total"] <= planned["memory"]["free"])
+    assert (planned["step"], planned["steps"], planned["load"]) == (0, 1000, "weights")
+    assert planned["notes"][0].startswith("learning rates: ")
+
+
 def test_wrong_usage_is_an_object_too(printed: dict[str, list[dict[str, Any]]]) -> None:
     kinds = [each["error"]["kind"] for each in printed["Errors"]]
-    assert kinds == ["UnknownFormat", "UsageError", "UsageError"]
+    assert kinds == ["UnknownFormat", "UsageError", "UsageError", "UsageError"]
     assert "nowhere" in printed["Errors"][1]["error"]["what"] and "--debug" in printed["Errors"][2]["error"]["what"]

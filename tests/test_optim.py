@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precisionctl.recipe import Optimizer, Schedule
+from precisionctl.recipe import Optimizer, Recipe, Schedule, Train
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
-from precisionctl.trainer.optimizer.learning_rate import learning_rate
+from precisionctl.trainer.optimizer.learning_rate import learning_rate, misfit, rates_in_words
 
 SETTINGS = Optimizer(lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 
@@ -176,3 +176,42 @@ def train(module: nn.Module, optimizer: MasterAdamW, seeds: range) -> None:
 def test_learning_rates_are_those_worked_out_by_hand(schedule: Schedule, expected: dict[int, float]) -> None:
     for step, share in expected.items():
         assert learning_rate(step, 10, 3.0, schedule) == pytest.approx(3.0 * share)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "begun", "words"),
+    [
+        (Schedule("cosine", 2, min_ratio=0.2), 0, "1.50e+00 in step 1, 3.00e+00 in step 2, 6.00e-01 in step 10"),
+        (Schedule("cosine", 2, min_ratio=0.2), 5, "1.80e+00 in step 6, 6.00e-01 in step 10"),
+        (Schedule("cosine", 2, min_ratio=0.2), 9, "6.00e-01 in step 10"),
+        (Schedule("wsd", 2, 4, 0.2), 2, "3.00e+00 in step 3, 3.00e+00 in step 6, 6.00e-01 in step 10"),
+        (Schedule("cosine", 40), 0, "7.50e-02 in step 1, 7.50e-01 in step 10"),
+    ],
+)
+def test_a_run_s_rates_are_told_at_its_ends_and_turns(schedule: Schedule, begun: int, words: str) -> None:
+    recipe = Recipe(train=Train(steps=10), optimizer=Optimizer(lr=3.0), schedule=schedule)
+    assert rates_in_words(begun, recipe, None) == words
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (
+            Schedule("cosine", 40),
+            "warmup_steps 40 is not below train.steps 10: the rate only rises, to 7.50e-01",
+        ),
+        (
+            Schedule("constant", 10),
+            "warmup_steps 10 is not below train.steps 10: the rate only rises, to 3.00e+00",
+        ),
+        (
+            Schedule("wsd", 4, 7),
+            "warmup_steps 4 and schedule.decay_steps 7 are together more than train.steps",
+        ),
+        (Schedule("cosine", 9), ""),
+        (Schedule("wsd", 4, 6), ""),
+    ],
+)
+def test_a_schedule_that_does_not_fit_its_run_is_told(schedule: Schedule, words: str) -> None:
+    told = misfit(Recipe(train=Train(steps=10), optimizer=Optimizer(lr=3.0), schedule=schedule))
+    assert words in told and bool(told) == bool(words)

@@ -57,6 +57,10 @@ def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word() -> None:
         ("train.step=3", "Did you mean train.steps?"),
         ("trian.steps=3", "--set trian.steps=3.*Did you mean train.steps?"),
         ("train.lr=3", "Did you mean optimizer.lr?"),
+        ("lr=3", "--set lr=3.*Did you mean optimizer.lr?"),
+        ("optimizer.learning_rate=3", "Keys of optimizer: preset, lr, beta1, beta2, epsilon, weight_decay, clip_norm."),
+        ("learning.rate=3", "Sections: precision, train, data, optimizer, schedule, router"),
+        ("precision.schedule=[{until=3},{until=6, fp8=false}]", "end at 3, 6 of the run.*is a share of train.steps"),
         ("precision.delayed.margn=1", "Did you mean precision.delayed.margin?"),
         ("train.steps=many", r"train.steps = 'many' is not an integer.*--set train.steps=many"),
         ("train.steps=true", "train.steps = True is not an integer"),
@@ -118,7 +122,7 @@ def test_a_file_that_is_no_toml_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_key_that_is_like_none_lists_those_there_are() -> None:
     """`warn_at` has six letters of `learning_rate` in its order."""
-    with pytest.raises(RecipeError, match=r"unknown key train.learning_rate .*Known keys: .*optimizer\.lr, "):
+    with pytest.raises(RecipeError, match=r"unknown key train.learning_rate .*Keys of train: steps, batch_size, "):
         load_recipe("bf16", ["train.learning_rate=1e-4"])
     with pytest.raises(RecipeError, match="Did you mean optimizer.lr?"):
         load_recipe("bf16", ["train.lr=1e-4"])

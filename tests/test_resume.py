@@ -253,7 +253,7 @@ def test_full_goes_on_with_step_optimizer_and_data_and_weights_begin_anew(place:
     assert made == whole[4:]
     started, _, made = run(settings(branch, place / "text.txt", tmp_path / "weights", load="weights"))
     assert (started.load, started.step, len(made)) == ("weights", 0, 6)
-    assert "left behind" in started.notes[0]
+    assert any("left behind" in note for note in started.notes)
 
 
 def test_other_data_begins_at_its_first_row_where_the_optimizer_goes_on(place: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ backend_option = click.option(
     short_help="Continue training, in BF16 or FP8, pretraining or SFT.",
     examples=[
         "resume llama --precision fp8 --data text/ --out llama-fp8",
-        "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=200 --dry-run",
+        "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=2000 --dry-run",
         "resume llama-fp8 --precision bf16 --recipe sft-bf16 --data chats.jsonl --out sft --load weights",
     ],
     sections={
@@ -106,12 +106,22 @@ backend_option = click.option(
     "--dry-run", is_flag=True, help="Show what the run would do and how much memory it needs, and start nothing."
 )
 @megatron_fp8_options
-def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, engine: str, **what: Any) -> None:
+@json_option
+def resume(
+    overrides: tuple[str, ...],
+    megatron: tuple[str, ...],
+    dry_run: bool,
+    json_wanted: bool,
+    engine: str,
+    **what: Any,
+) -> None:
     """Continue training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
     The same command continues a run that was stopped. FP8 starts from --fp8-state, else from the state in CHECKPOINT,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
+    if json_wanted and not dry_run:
+        raise click.UsageError("--json is for --dry-run. A run's numbers are in its metrics.jsonl.")
     from precisionctl import console
     from precisionctl.mcore import train_in_core
     from precisionctl.reports import run as report
@@ -125,7 +135,10 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     in_core = engine == "megatron-core"
     if dry_run:
         dry = dry_run_of(settings, train_in_core.CORE if in_core else BUNDLED)
-        console.show_lines(report.dry_run(dry) if dry.on_first_rank else [])
+        if json_wanted and dry.on_first_rank:
+            print_json(report.dry_run_json(dry))
+        elif dry.on_first_rank:
+            console.show_lines(report.dry_run(dry))
         return
     with kept_when_stopped(), console.RunView() as view:
 

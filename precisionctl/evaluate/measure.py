@@ -46,12 +46,13 @@ class ReferenceComparison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` is the mean cross entropy in nats over `tokens` targets, in rows of `sequence_length`; `perplexity` is its
-    exponential; `precision` says in words how the model computed; `against` compares it with a reference."""
+    """`loss` is the mean cross entropy in nats over `tokens` targets, in `rows` of `sequence_length`; `perplexity` is
+    its exponential; `precision` says in words how the model computed; `against` compares it with a reference."""
 
     perplexity: float
     loss: float
     tokens: int
+    rows: int
     sequence_length: int
     precision: str
     against: ReferenceComparison | None = None
@@ -103,7 +104,7 @@ def evaluate(
         on_rows(end, len(rows))
     loss, other, kl, agreed = (total / tokens).tolist()
     compared = ReferenceComparison(_perplexity(other), other, reference_precision, kl, agreed) if reference else None
-    return Evaluation(_perplexity(loss), loss, tokens, length, precision, compared)
+    return Evaluation(_perplexity(loss), loss, tokens, len(rows), length, precision, compared)
 
 
 def _perplexity(loss: float) -> float:

@@ -4,7 +4,8 @@ Codes compute as in an engine: the stored codes are the weights, and inputs are 
 one scale per token, or per group of a token where weights have blocks; or stay as they are, beside weights that engines
 decode. A Megatron checkpoint with delayed-scaling state in its `_extra_state` computes in FP8 with the scales that its
 next training step would use, and so does an export for Transformer Engine. A checkpoint of `resume` under an FP8 recipe
-without state computes by that recipe. Everything else is plain BF16, FP16 or FP32.
+without state computes by that recipe; one whose last step was in BF16 computes in BF16, whatever state it carries.
+Everything else is plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.saved.run_folder import recipe_of_run
+from precisionctl.trainer.saved.run_folder import ended_in_bf16, recipe_of_run
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Never FP8 codes, so its dtype is that of all values that are not codes."""
@@ -67,8 +68,9 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     A `plain` model computes with the values, codes decoded, in the dtype of the values that are not codes."""
     plan = make_plan(reader, "megatron").text
     dtype = plan.targets[EMBEDDING].dtype
-    states = None if plain else _state_of_next_step(reader)
-    precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
+    in_fp8 = not (plain or ended_in_bf16(reader))
+    states = _state_of_next_step(reader) if in_fp8 else None
+    precision = _precision(reader, states, plan) if in_fp8 else Precision(fp8=False)
     model = GPT(plan.model, precision, "emulated", dtype.torch, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = dtype.value

@@ -86,8 +86,8 @@ def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state
         if run.world.first:
             output.begin()
             schedule = asdict(run.schedule) if run.schedule else None
-            skipped, balance = asdict(run.skipped), asdict(run.balance)
-            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, skipped, balance))
+            skipped, balance, fp8 = asdict(run.skipped), asdict(run.balance), run.recipe.precision.fp8
+            sign(output.partial, Saved(run.step, run.position, identity, None, schedule, skipped, balance, fp8))
         run.world.barrier()
         model = _sharded_model(run)
         state |= model | {"optimizer": run.optimizer.sharded_state_dict(model, metadata=_metadata())}

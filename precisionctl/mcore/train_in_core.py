@@ -217,7 +217,7 @@ def _train(
         if world.first:
             log = stack.enter_context(closing(MetricsLog(plan.out, run.step, recipe.tracking, asdict(recipe))))
             run.tokens = log.tokens
-            notes = (*memory_notes, *_notes(plan, ranks.count), *state_notes, *rows.notes)
+            notes = (*memory_notes, *_notes(plan, run.step, ranks.count), *state_notes, *rows.notes)
             continues = newest is not None
             loaded = (plan.load, plan.skipped, plan.backend, disk)
             on_start(Started(recipe, plan.out, run.step, continues, *loaded, fp8={}, notes=notes))
@@ -299,11 +299,11 @@ def _start(run: CoreRun, begin: _Begin) -> None:
         shutil.rmtree(begin.folder)
 
 
-def _notes(plan: RunPlan, ranks: int) -> Iterator[str]:
+def _notes(plan: RunPlan, begun: int, ranks: int) -> Iterator[str]:
     sizes = plan.recipe.parallel
     parts = {name: getattr(sizes, name) for name in ("tensor", "pipeline", "virtual", "context", "expert")}
     split = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "data parallelism alone"
     yield f"megatron-core {version('megatron-core')} trains on {counted(ranks, 'rank')}: {split}"
-    yield from plan.notes()
+    yield from plan.notes(begun)
     if plan.recipe.train.async_save:
         yield "train.async_save: Megatron-Core's checkpoints are written while the run waits"

@@ -29,6 +29,8 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
+        if equals and re.fullmatch(r"\w+", key) and key not in get_type_hints(Recipe):
+            raise _unknown_key(key, f"--set {override}")
         if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
             what = f"--set wants section.key=value, not {override!r}"
             raise RecipeError(what, do="Such as --set train.steps=100; docs/recipes.md has all keys.")
@@ -173,9 +175,17 @@ def _words(hint: Any) -> str:
 
 
 def _unknown_key(key: str, where: object) -> RecipeError:
-    known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
-    near = most_alike(key.rpartition(".")[2], known, NEAR)
-    hint = f"Did you mean {known[near]}?" if near else f"Known keys: {', '.join(known.values())}."
+    """The error for a key that no recipe has: it says which key is like it, else what its section has, else which
+    sections there are."""
+    names = [*_known_keys(Recipe)]
+    section, _, last = key.rpartition(".")
+    known = {name.rpartition(".")[2]: name for name in reversed(names)}
+    if near := most_alike(last, known, NEAR):
+        hint = f"Did you mean {known[near]}?"
+    elif section and (inside := [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]):
+        hint = f"Keys of {section}: {', '.join(inside)}."
+    else:
+        hint = f"Sections: {', '.join(get_type_hints(Recipe))}; docs/recipes.md has all keys."
     return RecipeError(f"unknown key {key}", where=where, do=hint)
 
 

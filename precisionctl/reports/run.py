@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.checkpoints.megatron.towers import tower_names
@@ -35,8 +36,7 @@ def beginning(started: Started) -> list[str]:
 def dry_run(dry: DryRun) -> list[str]:
     """What a run would do, and the memory and disk that it needs."""
     plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
-    sizes = {name: spec.rows * spec.columns for name, spec in plan.source.specs.items()}
-    towers = sum(sizes.pop(name) for name in tower_names(plan.source).values())
+    parameters, towers = _parameters(plan)
     beside = f"; {towers:,} more, of its towers, are kept beside it as they are" if towers else ""
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
@@ -45,14 +45,45 @@ def dry_run(dry: DryRun) -> list[str]:
     lines = [
         f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {_taken(dry)}, "
         f"{computed(plan)}{several}",
-        f"Model: {sum(sizes.values()):,} parameters{beside}",
+        f"Model: {parameters:,} parameters{beside}",
         f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
         f"Memory of each rank: about {size(ahead.memory.total)}, and {size(ahead.free)} are free",
         f"  {', '.join(f'{key} {value}' for key, value in memory.items())}",
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, *_disk(dry.disk), *plan.notes(), "Nothing was started."]
+    return [*lines, *_disk(dry.disk), *plan.notes(dry.step), "Nothing was started."]
+
+
+def dry_run_json(dry: DryRun) -> dict[str, Any]:
+    """What `--dry-run --json` prints: the same in numbers (docs/json.md)."""
+    plan, ahead, disk = dry.plan, dry.ahead, dry.disk
+    parameters, _ = _parameters(plan)
+    memory = {"parts": vars(ahead.memory), "total": ahead.memory.total, "free": ahead.free, "fits": ahead.fits}
+    return {
+        "out": str(plan.out),
+        "precision": precision(plan),
+        "backend": plan.backend,
+        "step": dry.step,
+        "steps": plan.recipe.train.steps,
+        "continues": dry.continues,
+        "load": plan.load,
+        "skipped": sorted(plan.skipped),
+        "parameters": parameters,
+        "ranks": ahead.ranks,
+        "tokens": ahead.tokens,
+        "flops": ahead.flops,
+        "memory": memory | {"alternatives": ahead.alternatives},
+        "disk": vars(disk) | {"fits": disk.holds_all},
+        "notes": [*plan.notes(dry.step)],
+    }
+
+
+def _parameters(plan: RunPlan) -> tuple[int, int]:
+    """The numbers of parameters of a run's model, and of its towers."""
+    sizes = {name: spec.rows * spec.columns for name, spec in plan.source.specs.items()}
+    towers = sum(sizes.pop(name) for name in tower_names(plan.source).values())
+    return sum(sizes.values()), towers
 
 
 def _taken(run: Started | DryRun) -> str:

@@ -48,7 +48,7 @@ def train(
                 with run.recording():
                     loss = reporter.report(_measured_update(run))
                 saver.poll()
-                if run.guard and (rollback := run.guard.after_step(run.step, loss, run.recorder is None)):
+                if run.guard and (rollback := run.guard.after_step(run.step, loss, run.in_fp8)):
                     saver.finish()
                     return rollback
                 stop = agreed_stop(run.world, received, until)
@@ -150,7 +150,7 @@ def _measured_update(run: Run) -> Update:
     train, held_out = run.recipe.train, None
     if run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps):
         held_out = held_out_loss(run.model, run.held_out, train.micro_batch_size)
-    fp8 = run.recorder is None if run.guard else None
+    fp8 = run.in_fp8 if run.guard else None
     shadow = run.guard.take_shadow() if run.guard else None
     return Update(run.step, targets, reading, cost, begun, ended, held_out, fp8, shadow)
 
@@ -164,7 +164,7 @@ def update(run: Run) -> tuple[Tensor, int]:
     """
     batches, targets = run.batches(run.position)
     bf16 = None
-    if run.guard and run.recorder is None and run.guard.wants_bf16_passes(run.step + 1):
+    if run.guard and run.in_fp8 and run.guard.wants_bf16_passes(run.step + 1):
         bf16 = bf16_passes(run, batches, targets)
     total, *router = accumulate_gradients(run, batches, targets)
     if run.guard and bf16:

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import outdated_words
-from precisionctl.errors import OutputError, PrecisionctlError
+from precisionctl.errors import DataError, OutputError, PrecisionctlError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.recipe import Data, Recipe
@@ -106,7 +106,8 @@ def resume(
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
     """Create and lock the run's folder, on the first rank: two runs must not write into one folder. If the run fails
-    before anything else is written, a new folder is removed again, unless other ranks may be writing into it."""
+    before anything else is written, or the data is refused whose tokens are all that was, a new folder is removed
+    again, unless other ranks may be writing into it."""
     if not world.first:
         world.barrier()
         yield
@@ -118,8 +119,10 @@ def locked(out: Path, world: World) -> Iterator[None]:
         world.barrier()
         try:
             yield
-        except PrecisionctlError:
-            if new and all(inside.is_dir() or inside.suffix == ".lock" for inside in out.rglob("*")):
+        except PrecisionctlError as error:
+            of_no_use = out / "tokens" if isinstance(error, DataError) else None
+            inside = (path for path in out.rglob("*") if not path.is_dir() and path.suffix != ".lock")
+            if new and all(of_no_use in file.parents for file in inside):
                 shutil.rmtree(out)
             raise
 
@@ -265,7 +268,7 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
-    yield from setup.notes()
+    yield from setup.notes(run.step)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

@@ -79,6 +79,11 @@ class Run:
             )
             self.recorder.load({name: state for name, linear in linears.items() if (state := linear.fp8_state())})
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether it computes in FP8 now."""
+        return self.recipe.precision.fp8 and self.recorder is None
+
     def recording(self) -> AbstractContextManager[None]:
         """A context in which the recorder, if any, records the model's passes."""
         return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()

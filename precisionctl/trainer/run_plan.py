@@ -58,9 +58,11 @@ class RunPlan:
         data = self.recipe.data
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
-    def notes(self) -> Iterator[str]:
-        """Notes for the user that apply to every engine."""
-        yield from loading.loading_notes(self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
+    def notes(self, begun: int) -> Iterator[str]:
+        """Notes for the user that apply to every engine, on a run after step `begun`."""
+        parts = (self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
+        yield from loading.rate_notes(*parts, begun)
+        yield from loading.loading_notes(self.recipe, self.source, self.skipped)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
             how = "is carried along in the sidecar, unused"
             if self.settings.collect_amax:

@@ -35,6 +35,7 @@ from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
+from precisionctl.trainer.optimizer.learning_rate import misfit, rates_in_words
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import saved_of
@@ -129,33 +130,56 @@ def load_with_optimizer(source: Reader, run: Run) -> None:
     load_optimizer(source, run, plan)
 
 
-def loading_notes(
+def rate_notes(
     recipe: Recipe,
     schedule: MegatronSchedule | None,
     source: Reader,
     skipped: Collection[StatePart],
     overrides: Sequence[str],
+    begun: int,
 ) -> Iterator[str]:
+    """Notes for the user on the learning rates of a run after step `begun`, and on a schedule that does not fit it."""
+    if begun >= recipe.train.steps:
+        return
+    rates = rates_in_words(begun, recipe, schedule)
+    if schedule:
+        yield f"learning rates: the checkpoint's ({schedule.words}): {rates}; --skip schedule takes the recipe's"
+        return
+    of_what = f"the recipe's {recipe.schedule.kind} of optimizer.lr {recipe.optimizer.lr:.2e}"
+    if "schedule" in skipped or not source.iteration:
+        yield f"learning rates: {of_what}: {rates}"
+    else:
+        theirs = _others_run(source, skipped)
+        why = ", as --set says" if sets_rates(overrides) else ""
+        if not why and saved_of(source) is None:
+            why = ", as the checkpoint has no schedule"
+        had = theirs.settings if theirs else {}
+        last = f"; the checkpoint's last rate was {had['lr']:.2e}" if "lr" in had else ""
+        peak = f", its rate before the schedule {had['initial_lr']:.2e}" if last and "initial_lr" in had else ""
+        yield f"learning rates: {of_what}{why}: {rates}; --skip schedule begins it at step 0{last}{peak}"
+    if problem := misfit(recipe):
+        yield problem
+
+
+def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
+    """Count and settings of another program's optimizer that the run goes on with; None if there is none."""
+    if saved_of(source) or "optimizer" in skipped:
+        return None
+    return trained_run(source) if of_megatron(source) or _has_trainers_optimizer(source) else None
+
+
+def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     yield from unread_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
-    foreign = saved_of(source) is None
-    theirs = trained_run(source) if foreign and "optimizer" not in skipped else None
+    theirs = _others_run(source, skipped)
     if theirs:
         differing = other_settings(theirs, recipe.optimizer)
         yield f"optimizer: masters and moments of the checkpoint, after {counted(theirs.updates, 'update')}" + (
             f"; it had {differing}" if differing else ""
         )
-    if schedule:
-        yield f"learning rates: the checkpoint's ({schedule.words}); --skip schedule takes the recipe's"
-    elif "schedule" not in skipped and foreign:
-        why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
-        rates = theirs.settings if theirs else {}
-        last = f"; the checkpoint's last rate was {rates['lr']:.2e}" if "lr" in rates else ""
-        peak = f", its rate before the schedule {rates['initial_lr']:.2e}" if last and "initial_lr" in rates else ""
-        yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on{last}{peak}"
-    if "data" not in skipped and foreign:
+    if "data" not in skipped and saved_of(source) is None:
         yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
     if theirs and of_trainer(source):
         yield f"not carried over from the run: {', '.join(theirs.left)}"

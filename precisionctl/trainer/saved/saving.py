@@ -127,7 +127,14 @@ class Saver:
             guard = run.guard.saved_state if run.guard else None
             schedule = asdict(run.schedule) if run.schedule else None
             saved = Saved(
-                run.step, run.position, self._identity, guard, schedule, asdict(run.skipped), asdict(run.model.balance)
+                run.step,
+                run.position,
+                self._identity,
+                guard,
+                schedule,
+                asdict(run.skipped),
+                asdict(run.model.balance),
+                run.in_fp8,
             )
             with disk_problems(output):
                 output.begin()

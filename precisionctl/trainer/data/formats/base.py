@@ -1,11 +1,17 @@
 """Format: recognises files of one kind and reads their records one by one."""
 
+import gzip
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from precisionctl.errors import DataError
+
+MOST_CHARACTERS = 1 << 30
+"""Of a document: a tokenizer takes 600 bytes for each of its tokens, and a megabyte of gzip can be a gigabyte of it."""
 
 
 class Record(NamedTuple):
@@ -53,3 +59,28 @@ def begins_with(path: Path, size: int) -> bytes:
     """The first `size` bytes of a file, or all."""
     with open(path, "rb") as file:
         return file.read(size)
+
+
+def unpacked_name(path: Path) -> Path:
+    """The path without `.gz`, whose suffix says what is inside."""
+    return path.with_suffix("") if path.suffix == ".gz" else path
+
+
+@contextmanager
+def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """A UTF-8 file to read; one that gzip packed is unpacked piece by piece. Raises DataError for a damaged one."""
+    opened = gzip.open if begins_with(path, 2) == b"\x1f\x8b" else open
+    try:
+        with opened(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"not a whole gzip file: {error}", where=path, do="Is the copy whole?") from None
+
+
+def a_document(read: Callable[[int], str], where: object) -> str:
+    """What `read` returns of at most so many characters. Raises DataError if there are more than MOST_CHARACTERS."""
+    if len(text := read(MOST_CHARACTERS + 1)) > MOST_CHARACTERS:
+        raise DataError(
+            f"a document of more than {MOST_CHARACTERS:,} characters", where=where, do="Divide it into several."
+        )
+    return text

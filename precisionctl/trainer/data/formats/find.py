@@ -10,7 +10,7 @@ from precisionctl.commands.request import StrPath
 from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats.base import DataSource, Format, Record
+from precisionctl.trainer.data.formats.base import DataSource, Format, Record, a_document, begins_with, open_text
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
 from precisionctl.trainer.data.store import stats_of
 
@@ -29,7 +29,7 @@ def source_of(data: StrPath, cache: Path | None = None) -> DataSource:
         raise DataError("`datasets` wrote it, and reads it by split", where=path, do=f"Give {path}:train.")
     files = files_of(path)
     stats = stats_of(files)
-    nbytes = sum(size for _, size, _ in stats)
+    nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(size for _, size, _ in stats)
     if named:
         return DataSource(named.pinned(cache).records, [str(named), stats], nbytes)
     return DataSource(partial(records, files), stats, nbytes)
@@ -85,6 +85,14 @@ def records(files: list[Path]) -> Iterator[Record]:
 def text_records(path: Path) -> Iterator[Record]:
     """A UTF-8 file as one document. Raises DataError for one that is not UTF-8."""
     try:
-        yield Record(str(path), {"text": path.read_text(encoding="utf-8-sig")})
+        with open_text(path) as file:
+            yield Record(str(path), {"text": a_document(file.read, path)})
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text: {error}", where=path, do="Text is any UTF-8 file; rows are .jsonl.") from None
+        begin = begins_with(path, 8)
+        packed = next((name for name, magic in _NOT_UNPACKED.items() if begin.startswith(magic)), "")
+        do = f"It is packed by {packed}: unpack it first." if packed else "Text is any UTF-8 file; rows are .jsonl."
+        raise DataError(f"not UTF-8 text: {error}", where=path, do=do) from None
+
+
+_NOT_UNPACKED = {"zstandard": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", "zip": b"PK\x03\x04"}
+"""The bytes that packed files begin with."""

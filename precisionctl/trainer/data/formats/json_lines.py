@@ -1,18 +1,20 @@
-"""JSON lines (`.jsonl`, `.ndjson`): a JSON object on each line."""
+"""JSON lines (`.jsonl`, `.ndjson`, each also with `.gz`): a JSON object on each line. So is `.json.gz`, as C4 and Dolma
+come."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, Record, a_row
+from precisionctl.trainer.data.formats.base import Format, Record, a_document, a_row, open_text, unpacked_name
 
 
 def _records(path: Path) -> Iterator[Record]:
-    with open(path, encoding="utf-8-sig", newline="\n") as file:  # JSON strings may hold other ends of lines
+    with open_text(path, newline="\n") as file:  # JSON strings may hold other ends of lines
         number = 0
         try:
-            for number, line in enumerate(file, start=1):
+            while line := a_document(file.readline, f"{path}, line {number + 1}"):
+                number += 1
                 if not line.strip():
                     continue
                 where = f"{path}, line {number}"
@@ -29,4 +31,8 @@ def _records(path: Path) -> Iterator[Record]:
             raise DataError(f"not UTF-8 text: {error}", where=f"{path}, after line {number}") from None
 
 
-FORMAT = Format(lambda path: path.suffix in (".jsonl", ".ndjson"), _records)
+def _recognises(path: Path) -> bool:
+    return unpacked_name(path).suffix in (".jsonl", ".ndjson") or path.name.endswith(".json.gz")
+
+
+FORMAT = Format(_recognises, _records)
