@@ -254,6 +254,15 @@ def test_what_gzip_packed_gives_the_rows_that_are_in_it(tmp_path: Path, name: st
     assert [record.where for record in found] == [f"{tmp_path / name}, line {number}" for number in (1, 2)]
 
 
+def test_a_json_file_of_lines_is_not_one_document(tmp_path: Path) -> None:
+    """As C4's `c4-train.00000.json.gz` unpacked."""
+    rows = [{"text": "a"}, {"text": "b"}]
+    write_rows(tmp_path / "c4.json", rows)
+    (tmp_path / "indented.json").write_text(json.dumps(rows[0], indent=1))
+    assert [record.row for record in records([tmp_path / "c4.json"])] == rows
+    assert len([*records([tmp_path / "indented.json"])]) == 1
+
+
 def test_a_packed_text_is_the_document_that_is_in_it(tmp_path: Path) -> None:
     plain, packed = tmp_path / "text.txt", tmp_path / "text.txt.gz"
     plain.write_bytes("\ufeffone\r\ntwo \u00e4".encode())

@@ -1,12 +1,21 @@
 """JSON lines (`.jsonl`, `.ndjson`, each also with `.gz`): a JSON object on each line. So is `.json.gz`, as C4 and Dolma
-come."""
+come, and a `.json` whose first two lines are an object each, as it is unpacked of these."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.formats.base import Format, Record, a_document, a_row, open_text, unpacked_name
+from precisionctl.trainer.data.formats.base import (
+    MOST_CHARACTERS,
+    Format,
+    Record,
+    a_document,
+    a_row,
+    begins_with,
+    open_text,
+    unpacked_name,
+)
 
 
 def _records(path: Path) -> Iterator[Record]:
@@ -32,7 +41,15 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _recognises(path: Path) -> bool:
-    return unpacked_name(path).suffix in (".jsonl", ".ndjson") or path.name.endswith(".json.gz")
+    named = unpacked_name(path).suffix in (".jsonl", ".ndjson") or path.name.endswith(".json.gz")
+    return named or (path.suffix == ".json" and _begins_with_two_objects(path))
+
+
+def _begins_with_two_objects(path: Path) -> bool:
+    if not begins_with(path, 4).lstrip(b"\xef\xbb\xbf").startswith(b"{"):  # a list on one line may not fit into memory
+        return False
+    with open(path, "rb") as file:
+        return file.readline(MOST_CHARACTERS).rstrip().endswith(b"}") and file.read(1) == b"{"
 
 
 FORMAT = Format(_recognises, _records)
