@@ -12,8 +12,8 @@ from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, 
 from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2
-from precisionctl.sparse_parts import CSA, MSA
+from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, ShortConv
+from precisionctl.sparse_parts import CSA, DSA, MSA
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, choose_backend, make_backend
 from precisionctl.trainer.model.gpt import GPT
@@ -222,6 +222,21 @@ SHAPES = {
         **WINDOW,
     ),
     "like Laguna": replace(SHAPE, linear_gate="softplus per head", qk_layernorm=True, **WINDOW),
+    "like LFM3": replace(
+        SHAPE,
+        qk_layernorm=True,
+        post_layernorms=True,
+        linear_gate="sigmoid per head",
+        short_conv=ShortConv((True, False), 4),
+        sliding_window=16,
+    ),
+    "like A.X K2": replace(
+        SHAPE,
+        num_query_groups=8,
+        norm_gate_rank=16,
+        mla=MLA(64, 64, 32, 16, 32, query_gate=True),
+        dsa=DSA(2, 32, 256, (True, True)),
+    ),
     "like DeepSeek-V4": replace(
         SHAPE,
         num_query_groups=1,
