@@ -139,7 +139,7 @@ def test_torchtitans_weights_and_moments_are_its_own_adapters_and_it_goes_on_fro
 
 def verl() -> Path:
     versions = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
-    also = "accelerate peft omegaconf tensordict".split()
+    also = "accelerate peft omegaconf tensordict pytest".split()  # pytest for `core_models`, which the script imports
     return environments.python_with(
         "verl", (*environments.OUR_VERSIONS, *versions, *also), ("--no-deps", "verl==0.9.1")
     )
