@@ -16,12 +16,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture
+from precisionctl.reports.inspect import describe
 from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("axk1" in pico.ABSENT, reason="this transformers has no A.X K1")
 
-BIAS, NORM = "mlp.gate.e_score_correction_bias", "post_mlp_layernorm.weight"
+BIAS, NORM, POST_NORM = "mlp.gate.e_score_correction_bias", "post_mlp_layernorm.weight", "post_layernorm.weight"
 
 
 def publish(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -64,6 +67,11 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path) -> None:
         expected = theirs(tokens).logits
         found = as_gpt(made)(tokens)[..., :VOCABULARY]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+def test_inspect_says_what_its_tensors_show(published: Path) -> None:
+    described = describe(open_checkpoint(published))["model"]
+    assert described["stores_unused"] and not described["hf_expert_bias"]
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -121,6 +129,10 @@ def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
     done = command_line(*command, "--backend", "emulated", *settings)
     assert done.exit_code == 0, done.stderr
     assert "parameters that nothing reads are carried along as they are" in done.stdout + done.stderr
+    saved = open_checkpoint(tmp_path / "out")
+    assert isinstance(saved, TorchDistReader)
+    assert [name for name in saved.specs if ".unused_" in name] == [f"decoder.layers.0.mlp.unused_{POST_NORM}"]
+    assert not [name for name in saved.optimizer_specs if ".unused_" in name]
     run(tmp_path / "out", tmp_path / "back", "hf")
     back = load_file(tmp_path / "back/model.safetensors")
     assert torch.equal(back[f"model.layers.0.{NORM}"], unused)

@@ -68,9 +68,9 @@ _Q_NORM, _K_NORM = QK_NORMS
 _UNUSED = "decoder.layers.{layer}.self_attention.unused_"
 _SHARING = (
     replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
-    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
-    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
-    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("unused")),
+    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("stores_unused")),
 )
 """Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
 where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""

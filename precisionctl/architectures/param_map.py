@@ -149,8 +149,8 @@ class Row:
 
     @property
     def unused(self) -> bool:
-        """Whether no program computes with this parameter: it is there where `unused` of ModelShape says so."""
-        return self.present.hf == "unused"
+        """Whether no program computes with this parameter: it is there where `stores_unused` of ModelShape says so."""
+        return self.present.hf == "stores_unused"
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""

@@ -39,7 +39,7 @@ class Parameters:
             attention = projections(model, layer)
             if model.has_indexer(layer) and not model.csa:  # whose is among its projections
                 attention += indexer(model)
-            if model.unused and model.shares_kv(layer):
+            if model.stores_unused and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
             attention += per_layer_input(model) + connections(model) + _tables(model, layer)
             attention += gated_norms(model, layer)

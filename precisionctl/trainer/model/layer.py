@@ -71,7 +71,7 @@ class Layer(ResidualLayer):
             add_post_layernorm(last, backend.norm(size, norm))
         elif moe and moe.post_layernorm:
             add_post_layernorm(self.mlp, backend.norm(size, norm))
-        elif model.unused and model.moe and model.moe.post_layernorm:
+        elif model.stores_unused and model.moe and model.moe.post_layernorm:
             self.mlp.unused_post_layernorm = backend.norm(size, norm).requires_grad_(False)
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
