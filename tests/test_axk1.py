@@ -12,7 +12,7 @@ from gpt_models import VOCABULARY, as_gpt
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from training import SMALL, make_source, make_text
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -74,11 +74,6 @@ def test_inspect_says_what_its_tensors_show(published: Path) -> None:
     assert described["stores_unused"] and not described["hf_expert_bias"]
 
 
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("axk1")).to_dict()
-    return said | changes
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -91,10 +86,11 @@ def config(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_layers_and_experts_are_those_of_transformers(said: dict[str, Any]) -> None:
-    theirs = CONFIG_MAPPING["axk1"].from_dict(config(**said))
-    assert differences(from_hf_config(config(**said)), from_hf_config(theirs.to_dict())) == {}
+    theirs = CONFIG_MAPPING["axk1"].from_dict(pico.config("axk1", **said))
+    ours = from_hf_config(pico.config("axk1", **said))
+    assert differences(ours, from_hf_config(theirs.to_dict())) == {}
     sparse = [kind == "sparse" for kind in theirs.mlp_layer_types]
-    assert [from_hf_config(config(**said)).has_experts(layer) for layer in range(3)] == sparse
+    assert [ours.has_experts(layer) for layer in range(3)] == sparse
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def test_what_is_not_computed_is_refused_by_name(
     said: dict[str, Any], error: type[PrecisionctlError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        from_hf_config(config(**said))
+        from_hf_config(pico.config("axk1", **said))
 
 
 def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
