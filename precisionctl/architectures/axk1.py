@@ -23,7 +23,8 @@ from precisionctl.architectures.rope import rope
 
 _NORM = renamed(POST_MOE_NORM, {".post_feedforward_layernorm.": ".post_mlp_layernorm."})
 _UNUSED = tuple(
-    replace(row.renamed({}, {".mlp.": ".mlp.unused_"}), present=when("stores_unused")) for row in only_in("dense", _NORM)
+    replace(row.renamed({}, {".mlp.": ".mlp.unused_"}), present=when("stores_unused"))
+    for row in only_in("dense", _NORM)
 )
 _BIAS = tuple(replace(row, present=Condition("hf_expert_bias", ("expert_bias",))) for row in EXPERT_BIAS)
 _ROUTING: tuple[Row | Either, ...] = (

@@ -169,7 +169,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
-        and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.stores_unused),
+        and (
+            model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.stores_unused
+        ),
         "clip_qkv": model.clip_qkv and model.attention_output_gate,
         "linear_gate": model.linear_gate
         and not model.mla
