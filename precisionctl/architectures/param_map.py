@@ -369,6 +369,11 @@ def only_in(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, layers=layers) for row in rows)
 
 
+def only_with(switch: str, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, present in both layouts while `switch` of ModelShape is on."""
+    return tuple(replace(row, present=when(switch)) for row in rows)
+
+
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
     return tuple(row.renamed(hf, megatron) for row in rows)
