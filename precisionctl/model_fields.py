@@ -54,7 +54,7 @@ class ModelFields:
     """Attention and MLP read the same hidden states."""
     shared_layernorm: bool = False
     """... through one norm."""
-    gated_norm_rank: int | None = None
+    norm_gate_rank: int | None = None
     """What norms before attention and experts give is multiplied by the sigmoid of what an MLP of so many channels, by
     SiLU, makes of it."""
     residual_multiplier: float = 1.0

@@ -24,7 +24,7 @@ class ModelShape(ModelFields):
             "query_scaling_floor",
             "per_layer_embed_dim",
             "v_head_dim",
-            "gated_norm_rank",
+            "norm_gate_rank",
         )
         for field in (*_SIZES, *(name for name in possible if getattr(self, name) is not None)):
             check_size(getattr(self, field), field)

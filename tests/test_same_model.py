@@ -434,7 +434,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (DELTA, {"gdn.layers": (False, True)}),
     *((LATENT, {f"mla.{field.name}": 8}) for field in dataclasses.fields(MLA) if field.name != "query_gate"),
     (INDEXED, {"mla.query_gate": True}),
-    (LATENT, {"gated_norm_rank": 8}),
+    (LATENT, {"norm_gate_rank": 8}),
     *((LATENT, {"linear_gate": kind}) for kind in get_args(LinearGate)),
     (LATENT, {"dsa": INDEXED.dsa}),
     (NO_WINDOW, {"msa": BLOCKS.msa}),

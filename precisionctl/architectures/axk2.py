@@ -28,8 +28,8 @@ def _gate(hf: str, megatron: str, layers: Layers) -> tuple[Row, ...]:
     """The MLP of a norm's gate; it stays in BF16, in training and exports."""
     hf, megatron = f"model.layers.{{layer}}.{hf}", f"decoder.layers.{{layer}}.{megatron}"
     return (
-        Row(f"{hf}.W_down.weight", f"{megatron}.W_down.weight", ("gated_norm_rank", "hidden_size"), layers=layers),
-        Row(f"{hf}.W_up.weight", f"{megatron}.W_up.weight", ("hidden_size", "gated_norm_rank"), layers=layers),
+        Row(f"{hf}.W_down.weight", f"{megatron}.W_down.weight", ("norm_gate_rank", "hidden_size"), layers=layers),
+        Row(f"{hf}.W_up.weight", f"{megatron}.W_up.weight", ("hidden_size", "norm_gate_rank"), layers=layers),
     )
 
 
@@ -59,7 +59,7 @@ ARCHITECTURE = Architecture(
     config=(
         *latent_attention(384),
         Always("mla.query_gate", True),
-        Key("gated_norm_rank", "gated_norm_rank", 16),
+        Key("norm_gate_rank", "gated_norm_rank", 16),
         *experts_of_a_layer(shared=1),
         experts_by_list(dense=1, key="first_k_dense_replace"),
         Only("moe_layer_freq", 1),

@@ -40,34 +40,7 @@ _REPEATS_NO_MORE = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """The settings of an adapter that change what its tensors do.
-
-    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
-    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
-    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
-    it is for; a stranger wrote it.
-    """
-
-    rank: int
-    alpha: float
-    ranks: frozenset[int]
-    alphas: "Alphas"
-    rslora: bool
-    dora: bool
-    transposed: bool
-    parameters: tuple[str, ...]
-    modules: "Modules"
-    base: str | None = None
-
-    def scale(self, module: str, rank: int) -> float:
-        """The factor of the low-rank product of a module with this rank."""
-        alpha = self.alphas.of(module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-
-@dataclass(frozen=True)
-class Modules:
+class AdaptedModules:
     """Which modules peft adapts (peft 0.21, tuners/tuners_utils.py, check_target_module_exists). It ignores the tensors
     of others when it loads an adapter.
 
@@ -96,6 +69,33 @@ class Modules:
         lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
         found = (re.search(rf"{name}\.(\d+)\.", module) for name in lists)
         return next((int(each[1]) for each in found if each), None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The settings of an adapter that change what its tensors do.
+
+    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
+    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
+    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
+    it is for; a stranger wrote it.
+    """
+
+    rank: int
+    alpha: float
+    ranks: frozenset[int]
+    alphas: "Alphas"
+    rslora: bool
+    dora: bool
+    transposed: bool
+    parameters: tuple[str, ...]
+    modules: AdaptedModules = AdaptedModules()
+    base: str | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor of the low-rank product of a module with this rank."""
+        alpha = self.alphas.of(module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Alphas:
@@ -185,7 +185,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
 
 
-def _read_modules(config: Mapping[str, Any], path: Path) -> Modules:
+def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
     said: dict[str, list[str] | str | None] = {}
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
         value = config.get(key)
@@ -199,7 +199,7 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> Modules:
     if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
         what = f"layers_to_transform is {shown(layers)}, neither a layer's number nor a list of them"
         raise DamagedCheckpoint(what, where=path)
-    return Modules(
+    return AdaptedModules(
         targets=frozenset(targets) if isinstance(targets, list) else None,
         excluded=frozenset(excluded) if isinstance(excluded, list) else frozenset(),
         saved=frozenset(saved),

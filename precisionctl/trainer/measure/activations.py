@@ -106,8 +106,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     made = norms * kept.norm * model.hidden_size / kept.tokens
     if model.has_dense_mlp(layer) or model.has_experts(layer):
         made += _inner(model, layer, kept)
-    if model.gated_norm_rank:  # what the norm gives, the gate in FP32, and the inner channels before and after SiLU
-        gated = (2 + 4) * model.hidden_size + 2 * 2 * model.gated_norm_rank
+    if model.norm_gate_rank:  # what the norm gives, the gate in FP32, and the inner channels before and after SiLU
+        gated = (2 + 4) * model.hidden_size + 2 * 2 * model.norm_gate_rank
         made += (1 + model.has_experts(layer)) * gated / kept.tokens
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens

@@ -21,7 +21,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(("post_layernorms", "tied_embeddings", "gated_norm_rank", "embedding_norm"), ANY),
+    **dict.fromkeys(("post_layernorms", "tied_embeddings", "norm_gate_rank", "embedding_norm"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
@@ -155,7 +155,7 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
     refused = {
         "output_bias": model.output_bias and model.tied_embeddings,
         "mla.query_gate": model.mla and model.mla.query_gate and not (model.dsa and model.query_latent),
-        "gated_norm_rank": model.gated_norm_rank
+        "norm_gate_rank": model.norm_gate_rank
         and (not model.mla or model.gdn or model.parallel_residual or (model.moe and model.moe.own_norms)),
         "dsa": model.dsa and not model.query_latent,
         "msa.n_heads": model.msa and model.msa.n_heads != model.num_query_groups,

@@ -10,9 +10,9 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.attention import KeysValues, MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
-from precisionctl.trainer.model.gated_norm import GatedNorm
 from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
+from precisionctl.trainer.model.norm_with_gate import NormWithGate
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
 from precisionctl.trainer.model.short_convolution import ShortConvolution
@@ -85,8 +85,8 @@ class Layer(ResidualLayer):
     @staticmethod
     def _norm(model: ModelShape, backend: Backend) -> nn.Module:
         """One that is no part of a linear."""
-        if model.gated_norm_rank:
-            return GatedNorm(model.hidden_size, model.gated_norm_rank, norm_of(model), backend)
+        if model.norm_gate_rank:
+            return NormWithGate(model.hidden_size, model.norm_gate_rank, norm_of(model), backend)
         return backend.norm(model.hidden_size, norm_of(model))
 
     def through(
