@@ -33,6 +33,8 @@ _ROUTING: tuple[Row | Either, ...] = (
 
 ARCHITECTURE = Architecture(
     model_types={"axk1": "AXK1ForCausalLM"},
+    # the class has the norm as the last part of the MLP, and files beside it
+    behind={"gate": "experts", "post_mlp_layernorm": "mlp"},
     rows=(*decoder(ATTENTION, routing=_ROUTING), *_UNUSED, *prediction(ATTENTION, _ROUTING)),
     config=(
         *latent_attention(1536),
