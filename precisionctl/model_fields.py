@@ -127,7 +127,7 @@ class ModelFields:
     """So many last layers have queries alone, and read the keys and values of an earlier one (`kv_layer`)."""
     use_double_wide_mlp: bool = False
     """The MLPs of these layers have twice the channels."""
-    unused: bool = False
+    stores_unused: bool = False
     """What nothing reads is stored all the same: their key and value projections, or of a model with
     `moe.post_layernorm` such norms of dense layers."""
 

@@ -125,8 +125,8 @@ class MoE:
 class MLA:
     """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
     `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
-    projected in one step. With a `query_gate` (A.X K2) one projection makes queries and the gates of what heads
-    give, whose sigmoids multiply its channels; it reads the latent of queries normalised, and as it is."""
+    projected in one step. With a `query_gate` (A.X K2) the projection of the latent of queries reads it twice,
+    normalised and as it is, and makes a gate for each channel of what heads give, too: its sigmoid multiplies that."""
 
     q_lora_rank: int | None
     kv_lora_rank: int

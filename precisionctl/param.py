@@ -28,12 +28,11 @@ MOMENTUM = "momentum_buffer"
 NOT_TRAINED = (
     *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
     ".layer_scalar",
-    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight"),
+    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
     *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
 )
 """Ends of the names, in both layouts, of what no optimizer has a state of: what routers add to scores, which a rule
-changes, and their tables of experts; the factor of a layer of Gemma 4, and its unused projections; xIELU's two
-settings."""
+changes, and their tables of experts; the factor of a layer of Gemma 4; what nothing reads; xIELU's two settings."""
 
 GEMM_ALIGNMENT = 16
 """Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it

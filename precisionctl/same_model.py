@@ -14,7 +14,7 @@ STORED = (
 
 TENSORS = (
     *("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "norm_weight", "mtp_num_layers", "mtp_dense"),
-    *("unused", "hf_expert_bias"),
+    *("stores_unused", "hf_expert_bias"),
 )
 """Fields that say which tensors there are beside those that every model has. Biases of zeros and norms that multiply by
 1, which one layout may have and the other not, change no function, and no logits come from prediction layers."""

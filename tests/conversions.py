@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Reader
@@ -54,6 +55,16 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     for name in left:
         assert left[name].dtype == right[name].dtype
         assert torch.equal(left[name].flatten().view(torch.uint8), right[name].flatten().view(torch.uint8)), name
+
+
+def assert_there_and_back(source: Path, **options: Any) -> None:
+    """A Hugging Face directory of one file has every bit back from a Megatron checkpoint with these options."""
+    megatron, again = source.with_name("megatron"), source.with_name("again")
+    run(source, megatron, "megatron", **options)
+    run(megatron, again, "hf")
+    stored, back = (load_file(directory / "model.safetensors") for directory in (source, again))
+    assert stored.keys() == back.keys()
+    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
 
 
 def change_args(iteration: Path, **args: Any) -> None:

@@ -1,6 +1,6 @@
 """Pico models of transformers and the GPTs that compute the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from in_memory import InMemory, to_megatron
 from installed import BEFORE_5_23
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.architectures.param_map import names
@@ -19,6 +19,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import NOT_TRAINED
 from precisionctl.precision import PRESETS
+from precisionctl.same_model import differences
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.positions import PackedSequences
@@ -125,6 +126,19 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], name: str) -> Tensor:
     gradient = parameters[base].grad
     assert gradient is not None, name
     return gradient if number is None else gradient[number]
+
+
+def assert_computes_as_transformers(config: Mapping[str, Any], directory: Path) -> None:
+    """Our GPT of a model that transformers makes of this config.json has its logits, and the config.json that
+    transformers writes of it describes the same model."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+    ours = as_gpt(converted(theirs.eval(), directory))
+    tokens = torch.randint(VOCABULARY, (2, 40))
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+    assert differences(ours.model, from_hf_config(config)) == {}
 
 
 def assert_text_is_computed(theirs: PreTrainedModel, directory: Path) -> None:

@@ -796,6 +796,12 @@ def settings(family: str) -> dict[str, Any]:
     return {"model_type": "llama"} | SIZES | NO_TOKENS | deepcopy(FAMILIES[family])
 
 
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    """Its config.json as transformers writes it, with changes."""
+    told: dict[str, Any] = AutoConfig.for_model(**settings(family)).to_dict()
+    return told | changes
+
+
 def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:
     """The families that have one of the `kinds` that none before them has."""
     chosen: list[str] = []

@@ -12,16 +12,19 @@ from gpt_models import VOCABULARY, as_gpt
 from in_memory import to_megatron
 from safetensors.torch import load_file, save_file
 from training import SMALL, make_source, make_text
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture
+from precisionctl.reports.inspect import describe
 from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("axk1" in pico.ABSENT, reason="this transformers has no A.X K1")
 
-BIAS, NORM = "mlp.gate.e_score_correction_bias", "post_mlp_layernorm.weight"
+BIAS, NORM, POST_NORM = "mlp.gate.e_score_correction_bias", "post_mlp_layernorm.weight", "post_layernorm.weight"
 
 
 def publish(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -66,9 +69,9 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("axk1")).to_dict()
-    return said | changes
+def test_inspect_says_what_its_tensors_show(published: Path) -> None:
+    described = describe(open_checkpoint(published))["model"]
+    assert described["stores_unused"] and not described["hf_expert_bias"]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +86,11 @@ def config(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_layers_and_experts_are_those_of_transformers(said: dict[str, Any]) -> None:
-    theirs = CONFIG_MAPPING["axk1"].from_dict(config(**said))
-    assert differences(from_hf_config(config(**said)), from_hf_config(theirs.to_dict())) == {}
+    theirs = CONFIG_MAPPING["axk1"].from_dict(pico.config("axk1", **said))
+    ours = from_hf_config(pico.config("axk1", **said))
+    assert differences(ours, from_hf_config(theirs.to_dict())) == {}
     sparse = [kind == "sparse" for kind in theirs.mlp_layer_types]
-    assert [from_hf_config(config(**said)).has_experts(layer) for layer in range(3)] == sparse
+    assert [ours.has_experts(layer) for layer in range(3)] == sparse
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_what_is_not_computed_is_refused_by_name(
     said: dict[str, Any], error: type[PrecisionctlError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        from_hf_config(config(**said))
+        from_hf_config(pico.config("axk1", **said))
 
 
 def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
@@ -121,6 +125,10 @@ def test_training_carries_the_norm_that_nothing_reads(tmp_path: Path) -> None:
     done = command_line(*command, "--backend", "emulated", *settings)
     assert done.exit_code == 0, done.stderr
     assert "parameters that nothing reads are carried along as they are" in done.stdout + done.stderr
+    saved = open_checkpoint(tmp_path / "out")
+    assert isinstance(saved, TorchDistReader)
+    assert [name for name in saved.specs if ".unused_" in name] == [f"decoder.layers.0.mlp.unused_{POST_NORM}"]
+    assert not [name for name in saved.optimizer_specs if ".unused_" in name]
     run(tmp_path / "out", tmp_path / "back", "hf")
     back = load_file(tmp_path / "back/model.safetensors")
     assert torch.equal(back[f"model.layers.0.{NORM}"], unused)

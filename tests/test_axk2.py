@@ -6,24 +6,17 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import run
-from gpt_models import VOCABULARY, as_gpt, converted
+from conversions import assert_there_and_back, run
+from gpt_models import assert_computes_as_transformers
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers has no A.X K2")
-
-
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("axk2")).to_dict()
-    return said | changes
 
 
 @pytest.mark.parametrize(
@@ -44,15 +37,7 @@ def config(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
-    """By the logits of a model that transformers makes of the same config.json."""
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING["axk2"].from_dict(config(**said)))
-    ours = as_gpt(converted(theirs.eval(), tmp_path))
-    tokens = torch.randint(VOCABULARY, (2, 40))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
-    assert differences(ours.model, from_hf_config(config(**said))) == {}
+    assert_computes_as_transformers(pico.config("axk2", **said), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +53,7 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
 )
 def test_what_is_not_computed_is_refused_by_name(said: dict[str, Any], words: str) -> None:
     with pytest.raises(UnknownArchitecture, match=words):
-        from_hf_config(config(**said))
+        from_hf_config(pico.config("axk2", **said))
 
 
 def test_names_in_memory_are_read_and_published_ones_written(tmp_path: Path) -> None:
@@ -102,9 +87,4 @@ def test_exports_leave_gates_of_norms_and_indexers_in_bf16(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["axk1", "axk2"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
-    sizes = Parallelism(2, 3, expert=2)
-    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=sizes)
-    run(tmp_path / "m", tmp_path / "back", "hf")
-    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert stored.keys() == back.keys()
-    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 3, expert=2))

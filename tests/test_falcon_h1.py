@@ -6,9 +6,8 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import run
+from conversions import assert_there_and_back, run
 from gpt_models import assert_texts_are_apart
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config
@@ -17,11 +16,6 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
-
-
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("falcon-h1")).to_dict()
-    return said | changes
 
 
 def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
@@ -47,11 +41,7 @@ def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["falcon-h1", "falcon-h1-norm"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
-    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=Parallelism(2, 2))
-    run(tmp_path / "m", tmp_path / "back", "hf")
-    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert stored.keys() == back.keys()
-    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 2))
 
 
 def test_groups_of_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
@@ -77,8 +67,8 @@ def test_what_megatron_core_does_not_compute_is_said(tmp_path: Path) -> None:
     ids=str,
 )
 def test_heads_of_a_mixer_are_those_that_transformers_makes(said: dict[str, Any]) -> None:
-    theirs = type(AutoConfig.for_model("falcon_h1")).from_dict(config(mamba_d_head="auto") | said)
-    mamba = from_hf_config(config(mamba_d_head="auto") | said).mamba
+    theirs = type(AutoConfig.for_model("falcon_h1")).from_dict(pico.config("falcon-h1", mamba_d_head="auto") | said)
+    mamba = from_hf_config(pico.config("falcon-h1", mamba_d_head="auto") | said).mamba
     assert mamba and (mamba.num_heads, mamba.head_dim) == (theirs.mamba_n_heads, theirs.mamba_d_head)
 
 
@@ -105,4 +95,4 @@ def test_what_is_not_computed_is_refused_by_name(
     said: dict[str, Any], error: type[PrecisionctlError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        from_hf_config(config(**said))
+        from_hf_config(pico.config("falcon-h1", **said))

@@ -6,7 +6,7 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import run
+from conversions import assert_there_and_back, run
 from gpt_models import assert_texts_are_apart
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,11 +19,6 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMisma
 from precisionctl.param import Parallelism
 
 FAMILIES = ("lfm2", "lfm2-moe")
-
-
-def config(family: str = "lfm2", **changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings(family)).to_dict()
-    return said | changes
 
 
 @pytest.mark.parametrize(
@@ -39,8 +34,8 @@ def config(family: str = "lfm2", **changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_an_mlp_has_the_channels_that_transformers_gives_it(said: dict[str, Any]) -> None:
-    theirs = AutoModelForCausalLM.from_config(type(AutoConfig.for_model("lfm2")).from_dict(config(**said)))
-    found = from_hf_config(config(**said)).ffn_hidden_size
+    theirs = AutoModelForCausalLM.from_config(type(AutoConfig.for_model("lfm2")).from_dict(pico.config("lfm2", **said)))
+    found = from_hf_config(pico.config("lfm2", **said)).ffn_hidden_size
     assert found == theirs.model.layers[0].feed_forward.w1.out_features
 
 
@@ -55,14 +50,16 @@ def test_an_mlp_has_the_channels_that_transformers_gives_it(said: dict[str, Any]
 )
 def test_the_output_layer_is_the_embedding_where_transformers_takes_it_so(family: str, said: dict[str, Any]) -> None:
     config_class = type(AutoConfig.for_model(pico.settings(family)["model_type"]))
-    assert from_hf_config(config(family, **said)).tied_embeddings == config_class(**said).tie_word_embeddings
+    assert from_hf_config(pico.config(family, **said)).tied_embeddings == config_class(**said).tie_word_embeddings
 
 
 @pytest.mark.parametrize("said", [{"full_attn_idxs": [1]}, {"full_attn_idxs": [0, 2]}, {}], ids=str)
 def test_layers_that_are_numbered_are_those_with_attention(said: dict[str, Any]) -> None:
     config_class = type(AutoConfig.for_model("lfm2"))
     kinds = config_class(num_hidden_layers=3, **said).layer_types
-    unlisted = {key: value for key, value in config().items() if key not in ("layer_types", "full_attn_idxs")}
+    unlisted = {
+        key: value for key, value in pico.config("lfm2").items() if key not in ("layer_types", "full_attn_idxs")
+    }
     short_conv = from_hf_config(unlisted | said).short_conv
     assert short_conv and short_conv.layers == tuple(kind == "conv" for kind in kinds)
 
@@ -86,7 +83,7 @@ def test_what_is_not_computed_is_refused_by_name(
     family: str, said: dict[str, Any], error: type[PrecisionctlError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        from_hf_config(config(family, **said))
+        from_hf_config(pico.config(family, **said))
 
 
 def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
@@ -98,11 +95,7 @@ def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, family: str, container: str) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
     sizes = Parallelism(2, 3, expert=2 if family == "lfm2-moe" else 1)
-    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=sizes)
-    run(tmp_path / "m", tmp_path / "back", "hf")
-    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert stored.keys() == back.keys()
-    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=sizes)
 
 
 def test_ranks_share_the_channels_of_each_gate(tmp_path: Path) -> None:
@@ -135,4 +128,4 @@ def test_megatron_has_no_argument_for_them_and_says_so(tmp_path: Path) -> None:
     notes = plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")).notes
     assert any("short_conv used / not used" in note for note in notes)
     run(tmp_path / "hf", tmp_path / "m", "megatron")
-    assert open_checkpoint(tmp_path / "m").model.short_conv == from_hf_config(config()).short_conv
+    assert open_checkpoint(tmp_path / "m").model.short_conv == from_hf_config(pico.config("lfm2")).short_conv

@@ -6,27 +6,21 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import run
-from gpt_models import VOCABULARY, as_gpt, assert_texts_are_apart, converted
+from conversions import assert_there_and_back, run
+from gpt_models import assert_computes_as_transformers, assert_texts_are_apart
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture
 from precisionctl.param import Parallelism
-from precisionctl.same_model import differences
 
 pytestmark = pytest.mark.skipif("lfm3" in pico.ABSENT, reason="this transformers has no LFM3")
 
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.3}
 WHOLE = {"rope_type": "default", "rope_theta": 1e3}
-
-
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("lfm3")).to_dict()
-    return said | changes
 
 
 @pytest.mark.parametrize(
@@ -49,20 +43,12 @@ def config(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
-    """By the logits of a model that transformers makes of the same config.json."""
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING["lfm3"].from_dict(config(**said)))
-    ours = as_gpt(converted(theirs.eval(), tmp_path))
-    tokens = torch.randint(VOCABULARY, (2, 40))
-    with torch.no_grad():
-        expected = theirs(tokens, use_cache=False).logits
-        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
-    assert differences(ours.model, from_hf_config(config(**said))) == {}
+    assert_computes_as_transformers(pico.config("lfm3", **said), tmp_path)
 
 
 def test_layers_that_no_list_names_are_those_of_the_class() -> None:
     kinds = CONFIG_MAPPING["lfm3"](num_hidden_layers=9).layer_types
-    model = from_hf_config(config(num_hidden_layers=9, layer_types=None))
+    model = from_hf_config(pico.config("lfm3", num_hidden_layers=9, layer_types=None))
     assert [model.has_short_conv(layer) for layer in range(9)] == [kind == "conv" for kind in kinds]
     assert [model.in_window(layer) for layer in range(9)] == [kind == "sliding_attention" for kind in kinds]
 
@@ -95,7 +81,7 @@ def test_what_is_not_computed_is_refused_by_name(
     said: dict[str, Any], error: type[PrecisionctlError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        from_hf_config(config(**said))
+        from_hf_config(pico.config("lfm3", **said))
 
 
 def test_the_gate_is_read_by_either_name_and_written_as_published(tmp_path: Path) -> None:
@@ -116,11 +102,7 @@ def test_the_gate_is_read_by_either_name_and_written_as_published(tmp_path: Path
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])
 def test_a_checkpoint_comes_back_from_any_division(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", "lfm3", dtype=torch.bfloat16)
-    run(tmp_path / "hf", tmp_path / "m", "megatron", container=container, parallelism=Parallelism(2, 5))
-    run(tmp_path / "m", tmp_path / "back", "hf")
-    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert stored.keys() == back.keys()
-    assert [name for name in stored if not torch.equal(stored[name], back[name])] == []
+    assert_there_and_back(tmp_path / "hf", container=container, parallelism=Parallelism(2, 5))
 
 
 def test_texts_that_share_a_row_do_not_see_one_another(tmp_path: Path) -> None:

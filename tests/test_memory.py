@@ -221,7 +221,7 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
         "deepseek-v4",
     )
     for family in families:
-        model = replace(shape(family), unused=family == "gemma4-small")
+        model = replace(shape(family), stores_unused=family == "gemma4-small")
         gpt = GPT(model, recipe().precision, device="meta")
         expected = sum(each.numel() for each in gpt.parameters() if each.dim() == 2)
         assert Parameters.of(model).all == expected, family

@@ -67,11 +67,6 @@ def test_published_files_come_back_to_the_bit(tmp_path: Path) -> None:
         assert all(torch.equal(back[name], values) for name, values in tensors.items())
 
 
-def config(**changes: Any) -> dict[str, Any]:
-    said: dict[str, Any] = AutoConfig.for_model(**pico.settings("olmo-hybrid")).to_dict()
-    return said | changes
-
-
 NO_ROPE = (False, False)
 
 
@@ -89,21 +84,22 @@ NO_ROPE = (False, False)
 def test_whether_there_are_rotary_embeddings_is_what_transformers_makes_of_it(
     said: dict[str, Any], rope_layers: Any, base: float
 ) -> None:
-    model = from_hf_config(config(**said))
+    model = from_hf_config(pico.config("olmo-hybrid", **said))
     assert (model.rope_layers, model.rotary_base) == (rope_layers, base)
-    theirs = AutoModelForCausalLM.from_config(type(AutoConfig.for_model("olmo_hybrid")).from_dict(config(**said)))
+    config_class = type(AutoConfig.for_model("olmo_hybrid"))
+    theirs = AutoModelForCausalLM.from_config(config_class.from_dict(pico.config("olmo-hybrid", **said)))
     assert (theirs.model.rotary_emb is None) == (rope_layers is not None)
 
 
 def test_null_parameters_alone_are_refused_as_programs_differ_in_them() -> None:
     with pytest.raises(UnknownArchitecture, match="rope_parameters is null.*Say `rope_theta` beside it"):
-        from_hf_config(config(rope_parameters=None))
+        from_hf_config(pico.config("olmo-hybrid", rope_parameters=None))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 9])
 def test_layers_and_sizes_that_are_not_said_are_those_of_its_class(layers: int) -> None:
-    left_out = ("layer_types", *(key for key in config() if key.startswith("linear_")))
-    less = {key: value for key, value in config(num_hidden_layers=layers).items() if key not in left_out}
+    told = pico.config("olmo-hybrid", num_hidden_layers=layers)
+    less = {key: value for key, value in told.items() if key != "layer_types" and not key.startswith("linear_")}
     if layers == 1:
         assert from_hf_config(less).gdn.layers == (False,)  # type: ignore[union-attr]
     else:
@@ -112,4 +108,4 @@ def test_layers_and_sizes_that_are_not_said_are_those_of_its_class(layers: int) 
 
 def test_a_net_without_a_gate_is_refused_by_name() -> None:
     with pytest.raises(UnknownArchitecture, match="linear_use_gate=False"):
-        from_hf_config(config(linear_use_gate=False))
+        from_hf_config(pico.config("olmo-hybrid", linear_use_gate=False))

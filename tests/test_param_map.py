@@ -43,7 +43,8 @@ def models(draw: st.DrawFn) -> ModelShape:
     """A model with every part that some row is of, whatever its family."""
     sizes = st.integers(1, 5)
     num_layers = draw(st.integers(1, 3))
-    groups, per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    # heads have pairs, which turn
+    groups, per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([2, 4]))
     vocab = draw(st.integers(1, 9))
     return ModelShape(
         architecture="llama",
@@ -56,6 +57,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         vocab_size=vocab,
         padded_vocab_size=vocab + draw(st.integers(0, 5)),
         max_position_embeddings=8,
+        norm_gate_rank=draw(sizes),
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)),  # what turns are pairs

@@ -18,13 +18,11 @@ from precisionctl.architectures.deepseek_keys import (
 from precisionctl.architectures.deepseek_rows import ATTENTION, MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Condition, Either, Row, only_in, renamed, when
+from precisionctl.architectures.param_map import Architecture, Condition, Either, Row, only_in, only_with, renamed
 from precisionctl.architectures.rope import rope
 
 _NORM = renamed(POST_MOE_NORM, {".post_feedforward_layernorm.": ".post_mlp_layernorm."})
-_UNUSED = tuple(
-    replace(row.renamed({}, {".mlp.": ".mlp.unused_"}), present=when("unused")) for row in only_in("dense", _NORM)
-)
+_UNUSED = only_with("stores_unused", only_in("dense", renamed(_NORM, {}, {".mlp.": ".mlp.unused_"})))
 _BIAS = tuple(replace(row, present=Condition("hf_expert_bias", ("expert_bias",))) for row in EXPERT_BIAS)
 _ROUTING: tuple[Row | Either, ...] = (
     *ROUTER,
@@ -35,6 +33,8 @@ _ROUTING: tuple[Row | Either, ...] = (
 
 ARCHITECTURE = Architecture(
     model_types={"axk1": "AXK1ForCausalLM"},
+    # the class has the norm as the last part of the MLP, and files beside it
+    behind={"gate": "experts", "post_mlp_layernorm": "mlp"},
     rows=(*decoder(ATTENTION, routing=_ROUTING), *_UNUSED, *prediction(ATTENTION, _ROUTING)),
     config=(
         *latent_attention(1536),

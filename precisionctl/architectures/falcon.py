@@ -37,7 +37,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     UNGATED_MLP,
 )
-from precisionctl.architectures.param_map import Architecture, Row, renamed, when
+from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed
 from precisionctl.architectures.rearrangements import SAME
 from precisionctl.architectures.rope import rope
 from precisionctl.errors import UnknownArchitecture, shown
@@ -55,23 +55,23 @@ _QKV = tuple(
     replace(row, names=f"model.layers.{{layer}}.self_attention.query_key_value.{kind}", rearrangement=SAME)
     for row, kind in zip(QKV_LINEAR, ("weight", "bias"), strict=True)
 )
-_ONE_NORM = tuple(
-    replace(row, present=when("one_layernorm"))
-    for row in (
+_ONE_NORM = only_with(
+    "one_layernorm",
+    (
         *SEPARATE_NORM,
         Row(
             "model.layers.{layer}.input_layernorm.bias",
             "decoder.layers.{layer}.input_layernorm.bias",
             ("hidden_size",),
         ),
-    )
+    ),
 )
-_TWO_NORMS = tuple(
-    replace(row, present=when("fused_layernorms"))
-    for row in renamed(
+_TWO_NORMS = only_with(
+    "fused_layernorms",
+    renamed(
         (*ATTENTION_NORM, *ATTENTION_NORM_BIAS, *MLP_NORM, *MLP_NORM_BIAS),
         {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
-    )
+    ),
 )
 
 

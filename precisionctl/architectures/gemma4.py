@@ -47,7 +47,7 @@ from precisionctl.architectures.llama_rows import (
     model_rows,
 )
 from precisionctl.architectures.moe_rows import FUSED_EXPERTS, POST_MOE_NORM, ROUTER, SHARED_EXPERTS
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -68,9 +68,9 @@ _Q_NORM, _K_NORM = QK_NORMS
 _UNUSED = "decoder.layers.{layer}.self_attention.unused_"
 _SHARING = (
     replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
-    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
-    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("unused"), gemm=True),
-    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("unused")),
+    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
+    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("stores_unused")),
 )
 """Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
 where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
@@ -95,9 +95,9 @@ _AFTER_ATTENTION = (
 )
 """With an MLP of another size where layers share keys and values."""
 
-_PER_LAYER = tuple(
-    replace(row, present=when("per_layer_embed_dim"))
-    for row in (
+_PER_LAYER = only_with(
+    "per_layer_embed_dim",
+    (
         Row(
             "model.embed_tokens_per_layer.weight",
             "embedding.per_layer_embedding.weight",
@@ -132,7 +132,7 @@ _PER_LAYER = tuple(
             ("hidden_size",),
             GAMMA,
         ),
-    )
+    ),
 )
 """Under Megatron-Bridge's names (models/gemma/gemma4_bridge.py), but those outside of layers within `embedding`, with
 which they are on the first stage of a pipeline. As there, no GEMM of them computes in FP8."""

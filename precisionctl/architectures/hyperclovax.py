@@ -4,8 +4,6 @@ Traps: logits are multiplied by `logits_scaling`, where Granite divides; `attent
 size if it is not said.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import (
     ATTENTION_BIAS,
     HEADS,
@@ -27,17 +25,17 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.param_map import Architecture, renamed, when
+from precisionctl.architectures.param_map import Architecture, only_with, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.model_parts import real
 from precisionctl.model_shape import ModelShape
 
-_NORMS_AFTER = tuple(
-    replace(row, present=when("post_layernorms"))
-    for row in renamed(
+_NORMS_AFTER = only_with(
+    "post_layernorms",
+    renamed(
         (*POST_ATTENTION_NORM, *POST_MLP_NORM),
         {"post_attention_layernorm": "post_norm1", "post_feedforward_layernorm": "post_norm2"},
-    )
+    ),
 )
 
 

@@ -7,8 +7,6 @@ says: LFM2's other words for sizes, layers and the tied embedding are passed ove
 turn whole heads, whatever share config.json says.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import (
     LAYERS,
     VOCABULARY,
@@ -38,7 +36,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.param_map import Architecture, Either, only_in, only_with, renamed
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.model_shape import ModelShape
 
@@ -52,15 +50,11 @@ _NAMES = {name: its for name, its in NAMES.items() if ".self_attn." not in name}
 """Those of attention are Llama's."""
 
 
-def _present(switch: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return tuple(replace(row, present=when(switch)) for row in rows)
-
-
-_NORMS = (*_present("fused_input_layernorm", ATTENTION_NORM), *_present("linear_gate", SEPARATE_NORM))
+_NORMS = (*only_with("fused_input_layernorm", ATTENTION_NORM), *only_with("linear_gate", SEPARATE_NORM))
 _BLOCKS = (*only_in("conv", CONVOLUTION), *only_in("attention", (*_NORMS, *ATTENTION)), *MLP_NORM, *MLP)
 
 _OPERATOR_NORM = renamed(POST_ATTENTION_NORM, {".post_attention_layernorm.": ".post_operator_norm."})
-_AFTER = _present(
+_AFTER = only_with(
     "post_layernorms",
     (
         *only_in("attention", _OPERATOR_NORM),

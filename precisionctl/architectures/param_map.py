@@ -149,8 +149,8 @@ class Row:
 
     @property
     def unused(self) -> bool:
-        """Whether no program computes with this parameter: it is there where `unused` of ModelShape says so."""
-        return self.present.hf == "unused"
+        """Whether no program computes with this parameter: it is there where `stores_unused` of ModelShape says so."""
+        return self.present.hf == "stores_unused"
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
@@ -367,6 +367,11 @@ def filled(template: str, place: Place) -> str:
 def only_in(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows, of such layers alone."""
     return tuple(replace(row, layers=layers) for row in rows)
+
+
+def only_with(switch: str, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, present in both layouts while `switch` of ModelShape is on."""
+    return tuple(replace(row, present=when(switch)) for row in rows)
 
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:

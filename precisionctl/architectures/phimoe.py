@@ -35,7 +35,7 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.mixtral import EXPERTS, EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import MOE_NORM
-from precisionctl.architectures.param_map import Architecture, Row, renamed, when
+from precisionctl.architectures.param_map import Architecture, Row, only_with, renamed, when
 from precisionctl.architectures.rope import KEYS, rope, rotary_parameters
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_parts import real
@@ -94,7 +94,7 @@ ARCHITECTURE = Architecture(
             _EXPERTS,
             ending=(*FINAL_NORM, *FINAL_NORM_BIAS),
         ),
-        *(replace(row, present=when("output_bias")) for row in OUTPUT_BIAS),
+        *only_with("output_bias", OUTPUT_BIAS),
     ),
     config=(
         *SIZES,

@@ -55,9 +55,6 @@ _MODULES = (
 """The names of modules and parameters in transformers' classes. Those of one module are in the order in which it
 defines them, except for a family's `behind`."""
 
-_ELSEWHERE = {"post_mlp_layernorm", "kv_a_proj_with_mqa"}
-"""Both are in A.X K1 alone, whose class has this norm within the MLP, and whose files have it beside the others."""
-
 TIED = "lm_head.weight"
 """The output layer, which some checkpoints store although it is tied to the embedding."""
 
@@ -71,8 +68,7 @@ def parameter_order(names: Iterable[str], where: Path, behind: Mapping[str, str]
     Raises CheckpointError if a module's place is not known."""
     names = list(names)
     ranks = {module: float(rank) for rank, module in enumerate(_MODULES)}
-    parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
-    unknown = parts - ranks.keys() or ({"post_mlp_layernorm"} if parts >= _ELSEWHERE else set())
+    unknown = {part for name in names for part in name.split(".") if not part.isdecimal() and part not in ranks}
     if unknown:
         what = f"an optimizer under numbers, and the order of this model's `{min(unknown)[:90]}` is not known"
         raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)

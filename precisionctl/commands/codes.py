@@ -93,12 +93,11 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     coded = dict.fromkeys(name for job in policy.jobs for name in job.writes)
     joins = partial(engine.check_joined, config, form.method, form.spelling.config(scheme, ()))
     if found := engine.check_experts(coded, form.method.name, scheme):
-        another, in_bf16 = "Choose another scheme (`export-inference --scheme`)", "--exclude '*.experts.*'"
-        raise PrecisionError(
-            f"{engine.title} does not load {found[0].what}",
-            where=found[0].where,
-            do=f"{another}." if joins(source.plan.targets) else f"{another}, or leave the experts in BF16: {in_bf16}.",
-        )
+        do = "Choose another scheme (`export-inference --scheme`)"
+        if not joins(source.plan.targets):  # else the engine would lose them in BF16
+            do += ", or leave the experts in BF16: --exclude '*.experts.*'"
+        what = f"{engine.title} does not load {found[0].what}"
+        raise PrecisionError(what, where=found[0].where, do=f"{do}.")
     codes = {name: form.spelling.codes(source.plan.targets[name], scheme) for name in coded}
     if found := joins({**source.plan.targets, **codes}):
         raise PrecisionError(

@@ -400,9 +400,9 @@ def engine_named(name: str, *others: str) -> Engine:
 def _kinds(method: QuantMethod, said: Quantization, scheme: str, coded: Mapping[str, CodedWeight]) -> dict[str, str]:
     """What the codes of each weight are: a scheme of FP8, or the name of packed ones. Where exports are written in the
     method, all have the `scheme` that the config says, and so have MXFP4 experts beside blocks (`expert_dtype`), unless
-    the config has parts that differ."""
-    parts_differ = len({*said.by_target.values()}) > 1 or (said.by_target and said.static is None)
-    if said.blocks and method.spelling and not parts_differ:
+    the config has parts that differ, in their formats or in whether inputs have fixed scales."""
+    formats_differ, inputs_differ = len({*said.by_target.values()}) > 1, said.by_target and said.static is None
+    if said.blocks and method.spelling and not (formats_differ or inputs_differ):
         return dict.fromkeys(coded, scheme)
     return {name: kind_of(each.form, each.scales.input is not None) for name, each in coded.items()}
 

@@ -18,12 +18,13 @@ _FUSED = {
 
 
 def in_another_group(*, fuses: bool, class_first: bool = False) -> Demand:
-    """Weights whose codes are not what the group says that an engine takes for them.
+    """Weights whose codes are not what the group says that an engine takes for them, of several.
 
-    It takes the first that has a linear's name, or an expression that means it, among its targets, else the first with
-    a class. If it `fuses`, the name of the fused linear counts before those of its parts, which count before a class
-    unless that is `class_first`. If not, names count before expressions, and these in the alphabet's order; experts are
-    no linears then."""
+    An engine that `fuses` takes the first group with a target that means the linear that a weight's is fused into, else
+    the first that means its own, else the first with a class; where linears other than experts are fused, a class
+    counts before a linear's own name if it is `class_first`. One that does not fuse takes a group with a linear's whole
+    name, else the first of the expressions that mean it in the order of the alphabet, else a class; and no experts are
+    judged, which it decodes by another rule (`joined_tensors.py`)."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         groups = directory.quantization.get("config_groups")

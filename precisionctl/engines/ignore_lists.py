@@ -68,7 +68,7 @@ class IgnoreList:
         return lambda module: not is_target(module) or on_list(module)
 
     def _targets(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether a linear is a target: all are, where none is named, or a class of modules is."""
+        """Whether a linear is a target: all but heads that are apart, where no target is said, or a class is one."""
         layers = quantization.get("quantized_layers")
         if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
             return lambda module: any(name in layers for name in names_in_layers(module))

@@ -32,8 +32,8 @@ FUSED = (
     ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
     _OLMO_HYBRID,  # of vLLM (models/olmo_hybrid.py), which alone has that model
 )
-"""Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale. Where the same
-names mean fewer in other models, with the name of their module."""
+"""Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale. Where fewer of
+these names are fused in other models, they are said with the name of their module."""
 
 Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
@@ -114,16 +114,18 @@ def fused(weight: str) -> str:
     return f"{module.rpartition('.')[0]}.{_linear(group[0])}" if group else module
 
 
-_GROUPS = {part: group for group in (*reversed(FUSED), LATENT) for part in group}
+_GROUPS = {part: group for group in (LATENT, *reversed(FUSED)) for part in group}
+"""Of several groups that have a linear, the last here, and so the first of `FUSED`."""
 
 
 def _group(module: str) -> tuple[str, ...] | None:
-    """The group that a linear is fused in; of several the one that names its module, else the first."""
+    """The group that a linear is fused in: the one that names its module too, if there is one."""
     above, _, linear = module.rpartition(".")
     return _GROUPS.get(f"{_linear(above)}.{linear}") or _GROUPS.get(linear)
 
 
 def _linear(module: str) -> str:
+    """The last word of a module's name."""
     return module.rpartition(".")[2]
 
 

@@ -111,9 +111,8 @@ ENGINE = Engine(
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
-        ("modelopt", "mxfp8"): IgnoreList(
-            ("exclude_modules", "ignore"), BY_PATH, heads_apart=True
-        ),  # read as its own mxfp8
+        # read as its own mxfp8
+        ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH, heads_apart=True),
         "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
         "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
     },

@@ -4,7 +4,7 @@ Which format a weight has follows from its tensors. Of inputs there is no tensor
 where a config has formats that differ in these alone, its lists of modules decide, matched as engines match them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, names_in_layers
@@ -23,10 +23,8 @@ class InputFormats:
         self._encodings = encodings
         quantization = method.read(encodings.quantization)
         self._by_target, self._all = quantization.by_target, quantization.formats
-        first = _MATCHING[method.name].first(self._by_target) if method.name in _MATCHING else None
-        self._named: Callable[[str], Iterable[str]] = (
-            (lambda module: filter(None, [first(module)])) if first else names_in_layers
-        )
+        matching = _MATCHING.get(method.name)
+        self._first = matching.first(self._by_target) if matching else None
 
     def of(self, names: Sequence[str]) -> InputFormat | None:
         """What the inputs of weights become that are computed as one; None where these stay as they are. Raises
@@ -41,11 +39,13 @@ class InputFormats:
         found = self._fitting(name, self._all)
         if len(found) == 1:
             return found
-        module = name.partition("[")[0].removesuffix(".weight")
-        parts = (
-            self._by_target[target] for target in (*self._named(module), *_OF_CLASSES) if target in self._by_target
-        )
-        return next(filter(None, (self._fitting(name, forms) for forms in parts)), found)
+        targets = self._targets(name.partition("[")[0].removesuffix(".weight"))
+        return next(filter(None, (self._fitting(name, self._by_target[target]) for target in targets)), found)
+
+    def _targets(self, module: str) -> list[str]:
+        """The targets that mean a module, that which counts first."""
+        named = names_in_layers(module) if self._first is None else filter(None, [self._first(module)])
+        return [target for target in (*named, *_OF_CLASSES) if target in self._by_target]
 
     def _fitting(self, name: str, forms: Sequence[CodeFormat]) -> set[InputFormat | None]:
         """What those formats round inputs to that a weight's codes and scales can have."""

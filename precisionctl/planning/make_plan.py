@@ -118,11 +118,7 @@ def plan_weights(source: PlanSource) -> Plan:
 
 
 def stored_model(source: PlanSource) -> ModelShape:
-    """The source's model as its tensors show it: without the multi-token prediction layers that its config.json claims
-    if none of their tensors is there, and with the unused projections of layers that share keys and values if they
-    are."""
-    if not source.model.mtp_num_layers and not source.model.num_kv_shared_layers:
-        return source.model
+    """The source's model as its tensors show it (`_as_stored`)."""
     return _as_stored(source, table_of(source.model).spelled(_hf_specs(source), source.model))
 
 
@@ -136,8 +132,8 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
 
 def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors, and
-    with what nothing reads if it has any of that: transformers reads and writes such checkpoints without them. Where a
-    family may lack the bias that chooses experts, and no layer has one, Hugging Face has none."""
+    with what nothing reads if it has any of that: transformers reads and writes such checkpoints without either. Where
+    a family's files may lack the bias that chooses experts, and no layer has one, Hugging Face has none."""
 
     def any_stored(some: Iterable[Row], place: Place) -> bool:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))
@@ -148,7 +144,7 @@ def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
         model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
     places = [(row, next(row.places(model), None)) for row in rows]
     if any(row.unused and place is not None and any_stored([row], place) for row, place in places):
-        model = dataclasses.replace(model, unused=True)
+        model = dataclasses.replace(model, stores_unused=True)
     biases = [(row, place) for row, place in places if row.present.hf == "hf_expert_bias" and place is not None]
     if source.layout == "hf" and biases and not any(any_stored([row], place) for row, place in biases):
         model = dataclasses.replace(model, hf_expert_bias=False)

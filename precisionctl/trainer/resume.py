@@ -274,5 +274,5 @@ def _notes(setup: _Setup, run: Run) -> Iterator[str]:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"
     if (moe := run.model.model.moe) and moe.sparsemixer_eps:
         yield "experts are chosen as in evaluation: SparseMixer's sampling and noise are not computed"
-    if run.model.model.unused:
+    if run.model.model.stores_unused:
         yield "parameters that nothing reads are carried along as they are"

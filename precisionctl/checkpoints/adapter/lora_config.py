@@ -40,33 +40,6 @@ _REPEATS_NO_MORE = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """The settings of an adapter that change what its tensors do.
-
-    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
-    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
-    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
-    it is for; a stranger wrote it.
-    """
-
-    rank: int
-    alpha: float
-    ranks: frozenset[int]
-    alphas: "Alphas"
-    rslora: bool
-    dora: bool
-    transposed: bool
-    parameters: tuple[str, ...]
-    modules: "AdaptedModules"
-    base: str | None = None
-
-    def scale(self, module: str, rank: int) -> float:
-        """The factor of the low-rank product of a module with this rank."""
-        alpha = self.alphas.of(module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-
-@dataclass(frozen=True)
 class AdaptedModules:
     """Which modules peft adapts (peft 0.21, tuners/tuners_utils.py, check_target_module_exists). It ignores the tensors
     of others when it loads an adapter.
@@ -96,6 +69,33 @@ class AdaptedModules:
         lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
         found = (re.search(rf"{name}\.(\d+)\.", module) for name in lists)
         return next((int(each[1]) for each in found if each), None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The settings of an adapter that change what its tensors do.
+
+    `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
+    and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
+    parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
+    it is for; a stranger wrote it.
+    """
+
+    rank: int
+    alpha: float
+    ranks: frozenset[int]
+    alphas: "Alphas"
+    rslora: bool
+    dora: bool
+    transposed: bool
+    parameters: tuple[str, ...]
+    modules: AdaptedModules = AdaptedModules()
+    base: str | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor of the low-rank product of a module with this rank."""
+        alpha = self.alphas.of(module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Alphas:

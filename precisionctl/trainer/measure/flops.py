@@ -72,7 +72,7 @@ def _pairs(length: int, chunk: int | None) -> int:
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
-    layers += model.num_layers * per_layer_input(model) + sum(map(partial(gated_norms, model), range(model.num_layers)))
+    layers += model.num_layers * per_layer_input(model) + sum(map(partial(norm_gates, model), range(model.num_layers)))
     return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
@@ -143,7 +143,7 @@ def per_layer_input(model: ModelShape) -> int:
     return 2 * model.hidden_size * (model.per_layer_embed_dim or 0)
 
 
-def gated_norms(model: ModelShape, layer: int) -> int:
+def norm_gates(model: ModelShape, layer: int) -> int:
     """The number of weights in the gates of a layer's norms."""
     return 2 * model.hidden_size * (model.norm_gate_rank or 0) * (1 + model.has_experts(layer))
 

@@ -10,10 +10,10 @@ from precisionctl.trainer.measure.flops import (
     compressed_rows,
     compression,
     connections,
-    gated_norms,
     indexer,
     mlp,
     mlp_used,
+    norm_gates,
     per_layer_input,
     projections,
 )
@@ -39,10 +39,10 @@ class Parameters:
             attention = projections(model, layer)
             if model.has_indexer(layer) and not model.csa:  # whose is among its projections
                 attention += indexer(model)
-            if model.unused and model.shares_kv(layer):
+            if model.stores_unused and model.shares_kv(layer):
                 attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
             attention += per_layer_input(model) + connections(model) + _tables(model, layer)
-            attention += gated_norms(model, layer)
+            attention += norm_gates(model, layer)
             if moe is None or not model.has_experts(layer):
                 return attention + mlp_used(model, layer)
             return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size

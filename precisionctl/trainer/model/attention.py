@@ -183,7 +183,7 @@ class SelfAttention(nn.Module):
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
         if shares_kv:
             self.k_layernorm = nn.Identity()
-            if model.unused:
+            if model.stores_unused:
                 self._carry_unused(model, norm)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm

@@ -29,7 +29,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("v_head_dim", "attention_value_scale", "global_attention.softmax_offset"), ANY),
     **dict.fromkeys(("clip_qkv", "norm_weight", "linear_gate", "global_attention.num_attention_heads"), ANY),
     **dict.fromkeys(("v_l2_norm", "keys_are_values", "layer_scalar", "global_attention"), ANY),
-    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "unused", "per_layer_embed_dim"), ANY),
+    **dict.fromkeys(("num_kv_shared_layers", "use_double_wide_mlp", "stores_unused", "per_layer_embed_dim"), ANY),
     **dict.fromkeys(("global_attention.num_query_groups", "global_attention.kv_channels"), ANY),
     **dict.fromkeys(("global_attention.keys_are_values", "global_attention.rotary_percent"), ANY),
     **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
@@ -169,7 +169,9 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         and (model.moe.score_function != "softmax" or model.moe.expert_bias or model.moe.num_groups),
         "add_bias_linear": model.add_bias_linear and model.latent_experts,
         "v_head_dim": model.v_head_dim
-        and (model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.unused),
+        and (
+            model.attention_output_gate or model.keys_are_values or model.global_keys_are_values or model.stores_unused
+        ),
         "clip_qkv": model.clip_qkv and model.attention_output_gate,
         "linear_gate": model.linear_gate
         and not model.mla

@@ -12,9 +12,9 @@ from precisionctl.trainer.model.embedding import plain_linear
 from precisionctl.trainer.model.gated_delta_net import GatedDeltaNetAttention
 from precisionctl.trainer.model.kimi_delta_attention import KimiDeltaAttention
 from precisionctl.trainer.model.mlp import ACTIVATIONS, MLP, MoELayer
+from precisionctl.trainer.model.norm_with_gate import NormWithGate
 from precisionctl.trainer.model.positions import Positions
 from precisionctl.trainer.model.residual_layer import ResidualLayer
-from precisionctl.trainer.model.self_gated_norm import SelfGatedNorm
 from precisionctl.trainer.model.short_convolution import ShortConvolution
 
 
@@ -71,7 +71,7 @@ class Layer(ResidualLayer):
             add_post_layernorm(last, backend.norm(size, norm))
         elif moe and moe.post_layernorm:
             add_post_layernorm(self.mlp, backend.norm(size, norm))
-        elif model.unused and model.moe and model.moe.post_layernorm:
+        elif model.stores_unused and model.moe and model.moe.post_layernorm:
             self.mlp.unused_post_layernorm = backend.norm(size, norm).requires_grad_(False)
         ones = torch.ones(1, dtype=backend.dtype, device=backend.device)
         self.layer_scalar = nn.Parameter(ones, requires_grad=False) if model.layer_scalar else None
@@ -86,7 +86,7 @@ class Layer(ResidualLayer):
     def _norm(model: ModelShape, backend: Backend) -> nn.Module:
         """One that is no part of a linear."""
         if model.norm_gate_rank:
-            return SelfGatedNorm(model.hidden_size, model.norm_gate_rank, norm_of(model), backend)
+            return NormWithGate(model.hidden_size, model.norm_gate_rank, norm_of(model), backend)
         return backend.norm(model.hidden_size, norm_of(model))
 
     def through(

@@ -8,7 +8,7 @@ from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.model.embedding import plain_linear
 
 
-class SelfGatedNorm(nn.Module):
+class NormWithGate(nn.Module):
     """What a norm gives is multiplied by the sigmoid of what a small MLP, by SiLU, makes of it. Every tensor rank has
     all of the MLP."""
 
