@@ -397,6 +397,21 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         lambda: linear(Q, 64, 64),
         r"layers_to_transform is \['0'\]",
     ),
+    "layers that are switched off": (  # False is layer 0 to peft
+        {"target_modules": ["q_proj"], "layers_to_transform": False},
+        lambda: linear(Q, 64, 64),
+        "layers_to_transform is False",
+    ),
+    "more modules to save than a model has": (
+        {"target_modules": ["q_proj"], "modules_to_save": [f"m{number}" for number in range(100_000)]},
+        lambda: linear(Q, 64, 64),
+        "modules_to_save has 100000 names, more than 1000",
+    ),
+    "more lists of layers than a model has": (
+        {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": ["h"] * 100_000},
+        lambda: linear(Q, 64, 64),
+        "layers_pattern has 100000 names, more than 1000",
+    ),
     "targets that are no names": ({"target_modules": [1]}, lambda: linear(Q, 64, 64), r"target_modules is \[1\]"),
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),
     "an expression that takes for ever": (

@@ -69,6 +69,7 @@ CHOICES: list[dict[str, Any]] = [
     {"target_modules": [*ATTENTION, "down_proj"], "layers_to_transform": [0, 11], "layers_pattern": ["h", "layers"]},
     {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": [0], "layers_pattern": "experts"},
     {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": []},
+    {"target_modules": ["down_proj", "q_proj"], "layers_to_transform": [1], "layers_pattern": ""},
     {"target_modules": ["down_proj", "lm_head", "q_proj"], "modules_to_save": ["lm_head", "mlp"]},
     {"target_modules": ["down_proj", "q_proj"], "exclude_modules": ["down_proj"], "layers_to_transform": [1, 0]},
 ]
