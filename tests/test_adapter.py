@@ -83,6 +83,25 @@ def test_a_product_is_added_in_fp32_and_rounded_once_and_the_rest_is_the_base(ll
         assert torch.equal(merged[name], expected), name
 
 
+IN_MEMORY = {
+    "lfm3": ("model.layers.2.self_attn.g_proj", "model.layers.2.self_attn.gate_proj"),
+    "axk2": ("model.layers.0.input_layernorm.mlp.fc1", "model.layers.0.input_layernorm.W_down"),
+    "laguna": ("model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+}
+"""By families of transformers: a module by its name in memory, which peft writes, and by that in files."""
+
+
+@pytest.mark.parametrize("family", [family for family in IN_MEMORY if family not in pico.ABSENT])
+def test_a_module_is_found_by_the_name_that_it_has_in_memory(tmp_path: Path, family: str) -> None:
+    base, (called, stored) = saved(tmp_path / "base", family, dtype=torch.bfloat16), IN_MEMORY[family]
+    before, target = load_file(base / "model.safetensors"), [called.rpartition(".")[2]]
+    out, into = before[f"{stored}.weight"].shape
+    changed = merge(base, tmp_path / "changed", linear(called, out, into), target_modules=target)
+    assert [name for name in before if not torch.equal(changed[name], before[name])] == [f"{stored}.weight"]
+    whole = merge(base, tmp_path / "whole", {f"{called}.weight": random(out, into)}, modules_to_save=target)
+    assert [name for name in before if not torch.equal(whole[name], before[name])] == [f"{stored}.weight"]
+
+
 def test_megatron_gets_the_same_model(llama: Path, tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", {**linear(Q, 64, 64), **linear("model.layers.1.mlp.up_proj", 96, 64)})
     conversions.run(made, tmp_path / "hf", "hf", reference=llama)
@@ -396,6 +415,21 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         {"target_modules": ["q_proj"], "layers_to_transform": ["0"]},
         lambda: linear(Q, 64, 64),
         r"layers_to_transform is \['0'\]",
+    ),
+    "layers that are switched off": (  # False is layer 0 to peft
+        {"target_modules": ["q_proj"], "layers_to_transform": False},
+        lambda: linear(Q, 64, 64),
+        "layers_to_transform is False",
+    ),
+    "more modules to save than a model has": (
+        {"target_modules": ["q_proj"], "modules_to_save": [f"m{number}" for number in range(100_000)]},
+        lambda: linear(Q, 64, 64),
+        "modules_to_save has 100000 names, more than 1000",
+    ),
+    "more lists of layers than a model has": (
+        {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": ["h"] * 100_000},
+        lambda: linear(Q, 64, 64),
+        "layers_pattern has 100000 names, more than 1000",
     ),
     "targets that are no names": ({"target_modules": [1]}, lambda: linear(Q, 64, 64), r"target_modules is \[1\]"),
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),

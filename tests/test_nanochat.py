@@ -10,7 +10,7 @@ from conversions import assert_there_and_back
 from gpt_models import assert_computes_as_transformers
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.param import Parallelism
 
 pytestmark = pytest.mark.skipif("nanochat" in pico.ABSENT, reason="this transformers has no nanochat")
@@ -37,6 +37,13 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
 def test_another_activation_is_refused_by_name() -> None:
     with pytest.raises(UnknownArchitecture, match="hidden_act='gelu'"):
         from_hf_config(pico.config("nanochat", hidden_act="gelu"))
+
+
+def test_heads_without_halves_are_refused(tmp_path: Path) -> None:
+    """transformers makes such a model where no head_dim is said: 7 channels of 4 heads."""
+    pico.save(tmp_path / "hf", "nanochat", hidden_size=7)
+    with pytest.raises(DamagedCheckpoint, match="kv_channels is 1, of which no pairs are made"):
+        run(tmp_path / "hf", tmp_path / "m", "megatron")
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.torch_when_used import torch
 
@@ -120,7 +121,7 @@ class Grouped(_RowPermutation):
 
 class GroupedTurnedBack(Grouped):
     """The same of a model whose rotary pairs turn the other way (nanochat): the halves of each head of queries and keys
-    change places, and turn as Megatron's do."""
+    change places, and turn as Megatron's do. Raises DamagedCheckpoint for heads of an odd number of channels."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         query, key, value = parts
@@ -131,6 +132,9 @@ class GroupedTurnedBack(Grouped):
         return self._swapped(query, model), self._swapped(key, model), value
 
     def _swapped(self, rows: Movable, model: ModelShape) -> Movable:
+        if model.kv_channels % 2:
+            what = f"kv_channels is {model.kv_channels}, of which no pairs are made"
+            raise DamagedCheckpoint(what, do="Is config.json this model's?")
         halves = rows.reshape(-1, 2, model.kv_channels // 2, *rows.shape[1:])
         return halves[:, [1, 0]].reshape(rows.shape)
 

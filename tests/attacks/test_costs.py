@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.adapter.lora_config import Alphas, LoraConfig
+from precisionctl.checkpoints.adapter.lora_config import Modules, read_lora_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.megatron.provider import parse_yaml
@@ -127,11 +127,19 @@ def test_an_adapter_by_bridge_for_a_base_whose_config_says_gigabytes(tmp_path: P
 
 
 def test_names_of_many_parts_in_an_adapter() -> None:
-    config = LoraConfig(2, 2, frozenset((2,)), Alphas({}), False, False, False, (), frozenset(("q_proj",)))
-    name = "a." * 2000
+    modules, name = Modules(frozenset(("q_proj",))), "a." * 2000
     with soon(2):
-        assert not any(config.names(name) for _ in range(200))
-    assert config.names(f"{name}q_proj") and config.names("q_proj") and not config.names(f"{name}xq_proj")
+        assert not any(name in modules for _ in range(200))
+    assert f"{name}q_proj" in modules and "q_proj" in modules and f"{name}xq_proj" not in modules
+
+
+def test_layers_of_an_adapter_that_have_one_hash(tmp_path: Path) -> None:
+    layers = [number * MODULUS for number in range(60_000)]
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": layers}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with soon():
+        modules = read_lora_config(tmp_path).modules
+    assert "model.layers.0.q_proj" in modules and "model.layers.1.q_proj" not in modules
 
 
 def test_parameters_under_numbers() -> None:

@@ -74,6 +74,7 @@ def tell(**args: object) -> Change:
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 NORM = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 LAST = "mp_rank_01_001"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing directory": (lambda d: shutil.rmtree(d / LAST), f"the directory {LAST} is missing .1 of 4"),
@@ -87,6 +88,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another shape": (lambda d: edit(d, LAST, put(QKV, torch.ones(12, 4))), r"12, 4\], but .*12, 8\] in mp_rank_00"),
     "another dtype": (lambda d: edit(d, LAST, put(QKV, torch.ones(12, 8).half())), "float16"),
     "a tensor on some ranks": (lambda d: edit(d, LAST, drop(QKV)), "there on 1 of 2 tensor-parallel ranks"),
+    "the second linear of an MLP not on the first rank": (  # which tells how the first linear is cut
+        lambda d: edit(d, "mp_rank_00_001", drop(FC2)),
+        f"`decoder.layers.1.{FC2.partition('0.')[2]}` is there on 1 of 2 tensor-parallel ranks",
+    ),
     "another replica": (lambda d: edit(d, LAST, put(NORM, torch.zeros(8))), "not the same as in mp_rank_00_001"),
     "more layers on a rank": (
         lambda d: edit(d, LAST, put(QKV.replace("0", "1", 1), torch.ones(12, 8))),

@@ -28,6 +28,18 @@ MOE = (
     "qwen3_moe",
     {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 )
+LFM3: tuple[str, dict[str, Any]] = ("lfm3", {"head_dim": 16, "num_hidden_layers": 3})
+AXK2 = (
+    "axk2",
+    {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    | {"gated_norm_rank": 8, "index_n_heads": 4, "index_head_dim": 16},
+)
+LAGUNA = (
+    "laguna",
+    {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
+)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -59,6 +71,10 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
         },
     ),
     "mixtral": (MIXTRAL, {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    # whose files have other names than their class has in memory
+    "lfm3": (LFM3, {"target_modules": [*ATTENTION, "g_proj"]}),
+    "axk2": (AXK2, {"target_modules": ["fc1", "fc2", "q_gate_proj", "o_proj"]}),
+    "laguna": (LAGUNA, {"target_modules": ["q_proj"], "modules_to_save": ["shared_experts"]}),
     "layers": (LLAMA, {"target_modules": ATTENTION, "layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
 }
 
@@ -69,6 +85,7 @@ CHOICES: list[dict[str, Any]] = [
     {"target_modules": [*ATTENTION, "down_proj"], "layers_to_transform": [0, 11], "layers_pattern": ["h", "layers"]},
     {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": [0], "layers_pattern": "experts"},
     {"target_modules": ["down_proj", "lm_head"], "layers_to_transform": []},
+    {"target_modules": ["down_proj", "q_proj"], "layers_to_transform": [1], "layers_pattern": ""},
     {"target_modules": ["down_proj", "lm_head", "q_proj"], "modules_to_save": ["lm_head", "mlp"]},
     {"target_modules": ["down_proj", "q_proj"], "exclude_modules": ["down_proj"], "layers_to_transform": [1, 0]},
 ]

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,21 @@ class AdaptedModules:
 
     def __contains__(self, module: str) -> bool:
         begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
-        ends = {module[begin:] for begin in begins}
-        if ends & self.excluded or any(f".{name}." in f".{module}." for name in self.saved):
+        ends, framed = {module[begin:] for begin in begins}, f".{module}."
+        if ends & self.excluded or any(f".{name}." in framed for name in self.saved):
             return False
         if self.targets is None or module in self.targets:
             return True
         return not ends.isdisjoint(self.targets) and (self.layers is None or self._layer(module) in self.layers)
 
     def _layer(self, module: str) -> int | None:
-        lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
-        found = (re.search(rf"{name}\.(\d+)\.", module) for name in lists)
+        found = (each.search(module) for each in self._numbers)
         return next((int(each[1]) for each in found if each), None)
+
+    @cached_property
+    def _numbers(self) -> list[re.Pattern[str]]:
+        lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
+        return [re.compile(rf"{name}\.(\d{{1,9}})\.") for name in lists]  # numbers below _MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -193,9 +198,13 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
             raise DamagedCheckpoint(f"{key} is {shown(value)}, neither names nor an expression", where=path)
         said[key] = value
     targets, excluded, saved, lists = said.values()
-    saved, lists = ([each] if isinstance(each, str) else each or [] for each in (saved, lists))
+    saved, lists = ([each] if isinstance(each, str) and each else list(each or []) for each in (saved, lists))
+    for key, names in (("modules_to_save", saved), ("layers_pattern", lists)):
+        if len(names) > _MOST_NAMES:
+            what = f"{key} has {len(names)} names, more than {_MOST_NAMES}"
+            raise MappingError(what, where=path, do=_BY_PEFT)
     layers = config.get("layers_to_transform")
-    layers = [layers] if type(layers) is int else layers or None
+    layers = [layers] if type(layers) is int else layers
     if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
         what = f"layers_to_transform is {shown(layers)}, neither a layer's number nor a list of them"
         raise DamagedCheckpoint(what, where=path)
@@ -203,11 +212,15 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
         targets=frozenset(targets) if isinstance(targets, list) else None,
         excluded=frozenset(excluded) if isinstance(excluded, list) else frozenset(),
         saved=frozenset(saved),
-        layers=None if layers is None else frozenset(layers),
+        # other numbers are no layers', and can be chosen to have one hash
+        layers=frozenset(each for each in layers if 0 <= each < _MOST_LAYERS) if layers else None,
         layer_lists=tuple(lists),
     )
 
 
+_MOST_LAYERS = 10**9
+_MOST_NAMES = 1000
+"""Names of modules to save, and of lists of layers: each is looked for within the names of all adapted modules."""
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
 _FEWER = "Name the modules in it with fewer expressions."
 LARGEST_ALPHA = 1e9

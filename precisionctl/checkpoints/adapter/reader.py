@@ -14,6 +14,7 @@ from itertools import count, permutations, takewhile
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
@@ -124,6 +125,7 @@ class AdapterReader:
 
     def _read_names(self) -> None:
         """Find out what each tensor of the adapter is for."""
+        in_file = _names_in_files(self.base)
         modules: dict[str, dict[str, str]] = {}
         for name, spec in self._stored.specs.items():
             if not name.startswith(PREFIX):
@@ -136,14 +138,15 @@ class AdapterReader:
                 continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise MappingError(f"`{name}` is of a kind that is not read", do=_MERGE)
-            target = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+            called = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+            target = in_file.get(called, called)
             if target in self.replaced:
                 raise _twice(target, name)
             self.replaced[target] = name
         stacks: dict[str, list[str]] = {}
         for module in modules:
             target = _NESTED.sub("", module)
-            weight = f"{target}.weight"
+            weight = in_file.get(f"{target}.weight", f"{target}.weight")
             if weight in self.changes:
                 raise _twice(weight, module)
             if weight in self.base.specs or weight in self.replaced:
@@ -298,6 +301,18 @@ def _stack_of(target: str, parameter: str, specs: Mapping[str, TensorSpec]) -> _
             size = (len(around) * shape[0], shape[1])
             return _Stack(parameter, len(experts), size, tuple(parts), in_one=around is spelled[0])
     return None
+
+
+def _names_in_files(base: Reader) -> dict[str, str]:
+    """Names under which a base stores tensors, by those that the class of its family has in memory, and peft writes."""
+    found: dict[str, str] = {}
+    if not isinstance(base.model, UntabledModel):
+        for row in table_of(base.model).spelled(base.specs, base.model, naming="in memory"):
+            stored = row.as_stored
+            if stored and len(stored.hf) == len(row.hf) and stored.rearrangement == row.rearrangement:
+                for place in row.places(base.model):
+                    found |= zip(names(row, "hf", place), names(stored, "hf", place), strict=True)
+    return found
 
 
 def _weights_file(path: Path) -> Path:

@@ -63,7 +63,6 @@ def assembled(
 
     Raises DamagedCheckpoint where shards are missing, or differ in shape or dtype.
     """
-    tensors = {}
     for name, by_rank in found.items():
         size = cut_for(name, sizes)
         first = next(iter(by_rank.values()))[0]
@@ -78,6 +77,9 @@ def assembled(
                     where=shard.rank.path,
                     do="Do these files belong to one checkpoint?",
                 )
+    tensors = {}
+    for name, by_rank in found.items():  # how one is cut, others may tell: all are checked by now
+        size, first = cut_for(name, sizes), by_rank[0][0]
         how = parallel(name, first.tensor, size)
         shape = list(first.tensor.shape)
         shards = [tuple(by_rank[index]) for index in range(size)]
