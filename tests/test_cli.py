@@ -175,7 +175,7 @@ def test_a_folder_of_several_checkpoints_is_answered_with_all_of_them(tmp_path):
     [
         (["resume", "model", "--precision=fp8", "--data=txt.txt"], "Did you mean text.txt?"),
         (["resume", "model", "--precision=fp8", "--recipe=smal.toml"], "Did you mean small.toml?"),
-        (["resume", "model", "--precision=fp8", "--set=steps=3"], "--set train.steps=100"),
+        (["resume", "model", "--precision=fp8", "--set=steps=3"], "Did you mean train.steps?"),
         (["export-inference", "model", "out", "--target=te", "--fp8-state=small.tml"], "Did you mean small.toml?"),
         (
             ["export-inference", "model", "out", "--target=te", "--fp8-state=small.toml"],

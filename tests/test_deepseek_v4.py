@@ -104,7 +104,7 @@ def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: P
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
 def test_what_is_published_keeps_the_rules_of_engines(tmp_path: Path, target: str) -> None:
     """Experts in MXFP4 as expert_dtype says, whole groups of them on each GPU, and powers of two for `wo_a`."""
-    deepseek_v4.publish(tmp_path)
+    deepseek_v4.publish(tmp_path, num_attention_heads=8, o_groups=8)
     assert not fatal(tmp_path, target)
     if target != "transformers":
         cut = fatal(tmp_path, target, ranks=8)

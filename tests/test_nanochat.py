@@ -6,7 +6,7 @@ from typing import Any
 import pico
 import pytest
 import torch
-from conversions import assert_there_and_back
+from conversions import assert_there_and_back, run
 from gpt_models import assert_computes_as_transformers
 
 from precisionctl.architectures.families import from_hf_config
