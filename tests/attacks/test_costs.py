@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.adapter.lora_config import Modules, read_lora_config
+from precisionctl.checkpoints.adapter.lora_config import AdaptedModules, read_lora_config
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.megatron.provider import parse_yaml
@@ -127,7 +127,7 @@ def test_an_adapter_by_bridge_for_a_base_whose_config_says_gigabytes(tmp_path: P
 
 
 def test_names_of_many_parts_in_an_adapter() -> None:
-    modules, name = Modules(frozenset(("q_proj",))), "a." * 2000
+    modules, name = AdaptedModules(frozenset(("q_proj",))), "a." * 2000
     with soon(2):
         assert not any(name in modules for _ in range(200))
     assert f"{name}q_proj" in modules and "q_proj" in modules and f"{name}xq_proj" not in modules
