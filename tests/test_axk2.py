@@ -32,12 +32,21 @@ pytestmark = pytest.mark.skipif("axk2" in pico.ABSENT, reason="this transformers
         {"index_n_heads": 1, "index_head_dim": 8},
         {"routed_scaling_factor": 1.0, "n_shared_experts": 1},
         {"rope_parameters": pico.YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
-        {"layer_types": ["indexed_attention"] * 3, "rope_interleave": False},
+        {"rope_interleave": False},
     ],
     ids=str,
 )
 def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp_path: Path) -> None:
     assert_computes_as_transformers(pico.config("axk2", **said), tmp_path)
+
+
+def test_all_layers_are_of_one_kind_by_either_of_its_names() -> None:
+    """The second is that of transformers 5.17."""
+    found = [
+        from_hf_config(pico.config("axk2", layer_types=[kind] * 3))
+        for kind in ("indexed_attention", "deepseek_sparse_attention")
+    ]
+    assert found[0] == found[1] and found[0].dsa and all(found[0].dsa.layers)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,12 @@ _ROWS = (
 _IN_MEMORY = renamed(_ROWS, {".W_down.": ".mlp.fc1.", ".W_up.": ".mlp.fc2.", ".q_b_proj.": ".q_gate_proj."})
 
 
+_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+"""What transformers calls all layers, and what 5.17 did."""
+
+
 def _read_layers(config: Config, where: object) -> Fields:
-    listed_layers(config, {"indexed_attention": True}, where)  # raises for another kind
+    listed_layers(config, dict.fromkeys(_KINDS, True), where)  # raises for another kind
     return {"dsa.layers": (True,) * layers(config, where)}
 
 
