@@ -198,10 +198,10 @@ def open_hinted(
             _ = reader.model
         except DamagedCheckpoint as error:
             what = f"the reference is of another model: {error.what}"
-            do = (
-                "Give another one. Or does the checkpoint store other arguments than it trained by? Then save it again."
-            )
-            raise RecipeError(what, where=reference, do=do if of_megatron(reader) else "Give another one.") from error
+            do = "Give another one."
+            if of_megatron(reader):
+                do += " Or does the checkpoint store other arguments than it trained by? Then save it again."
+            raise RecipeError(what, where=reference, do=do) from error
     return reader
 
 
