@@ -109,6 +109,11 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tupl
     return query, key, F.pad(value, (0, 0, 1, 0))
 
 
+def gated_by(attended: Tensor, gate: Tensor) -> Tensor:
+    """What heads give, `[T, heads * channels]`, times the sigmoid of as many numbers, computed in FP32."""
+    return (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
+
+
 def scaled(query: Tensor, positions: Positions) -> Tensor:
     """Queries `[B, S, heads, D]` as their positions scale them."""
     scale = positions.query_scale
@@ -227,7 +232,7 @@ class SelfAttention(nn.Module):
             recorder.kv_cache(self.name, "v", value)
         attended = self.core_attention(query, key, value, positions, self._index(hidden, positions))
         if self.gated:
-            attended = (attended * gate.float().sigmoid().view_as(attended)).to(attended.dtype)
+            attended = gated_by(attended, gate)
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, self.backend.world.tensor.enter(hidden))
         out: Tensor = self.linear_proj(attended)
@@ -354,6 +359,6 @@ class MLASelfAttention(nn.Module):
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, ranks.copy(hidden))
         if mla.query_gate:
-            attended = (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
+            attended = gated_by(attended, gate)
         out: Tensor = self.linear_proj(attended)
         return out
