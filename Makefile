@@ -9,8 +9,8 @@ demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
 	$(BIN)/precisionctl demo --out demo-run
 
-test: lint docs  ## what CI runs; a thread each, for there is a process to each core
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test: lint docs  ## what CI runs, on the same examples each time (`soak` draws new ones); a thread each, for there is a process to each core
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q --hypothesis-profile=ci -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,9 +42,9 @@ $(GPU_CALLS):
 peers: $(READY)  ## other programs, each in an environment of its own: 40 minutes and 10 GB the first time
 	$(BIN)/pytest -q tests/peers
 
-soak: $(READY)  ## what is marked so, many kills, big files and fuzzing (FUZZ_SECONDS for each target): three quarters of an hour and 4 GB of disk
+soak: $(READY)  ## what is marked so, properties on new examples, many kills, big files and fuzzing (FUZZ_SECONDS for each target): three quarters of an hour and 4 GB of disk
 	$(BIN)/pytest -q -s tests/soak
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "soak or hypothesis" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 clean:  ## everything that git ignores
 	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run site

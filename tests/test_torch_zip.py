@@ -100,6 +100,8 @@ def written_by_torch(records: list[tuple[str, bytes | int]]) -> list[tuple[int, 
 
 BYTE_ORDER = ("byteorder", sys.byteorder.encode())
 NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs"], exclude_characters="/\\"), min_size=1)
+# Not the names that an archive has anyway: Hypothesis tries the words that stand in the code, too.
+NAMES = NAMES.filter(lambda name: name not in ("byteorder", "version"))
 SIZES = st.integers(1, 300) | st.integers((1 << 32) - 2, (1 << 32) + 1) | st.integers(1, 1 << 40)
 
 
