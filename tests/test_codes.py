@@ -93,6 +93,18 @@ def test_codes_beyond_bf16_are_not_the_same_after_it(tmp_path: Path) -> None:
     assert found[UP].changed > 0
 
 
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_codes_against_no_number_have_no_sqnr(tmp_path: Path, broken: float) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-tensor-dynamic")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    values = load_file(tmp_path / "bf16" / "model.safetensors")
+    values[UP][0, 0] = broken
+    save_file(values, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
+    for sides in (("fp8", "bf16"), ("bf16", "fp8")):
+        found = compared(*(tmp_path / side for side in sides))
+        assert found[UP].sqnr_db == -math.inf and found[UP].changed
+
+
 def test_the_command_shows_and_tells_json(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-block")
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")

@@ -27,7 +27,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion import convert, journal, processes, worker
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.findings import Findings
-from precisionctl.conversion.journal import open_journal
+from precisionctl.conversion.journal import open_journal, open_share_journal
 from precisionctl.errors import CheckpointError, DiskProblem, OutputError
 
 KILL = """
@@ -274,6 +274,10 @@ def test_a_file_that_was_lost_or_cut_is_written_again(
 ) -> None:
     stopped(tmp_path, monkeypatch)
     lose(tmp_path / "out.partial" / "release" / "__0_0.distcp")
+    with monkeypatch.context() as patch:  # stopped again, when the file has its length but not its bytes
+        patch.setattr(worker, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(DiskProblem):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
     run(tmp_path / "hf", tmp_path / "out", "megatron")
     run(tmp_path / "out", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
@@ -357,6 +361,18 @@ def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_p
         assert output.journal.read_bytes() == junk
     with open_journal(output, "plan", [], restart=True) as kept:
         assert kept.done == set()
+    for junk in (
+        b"{}\n",
+        b'{"done": [], "found": {}}\n',
+        b'{"id": "of another"}\n{"done": ["a"], "found": {}}\n',
+        b"\0",
+    ):
+        output.share_journal(1).write_bytes(junk)
+        with open_share_journal(output, 1) as kept:
+            assert kept.done == set()
+            kept.record(["b"], Findings())
+        with open_share_journal(output, 1) as kept:
+            assert kept.done == {"b"}
 
 
 def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,10 @@ def test_four_ranks_that_share_files_write_the_bytes_of_one_also_if_one_of_them_
     with pytest.raises(PrecisionctlError, match="failed"):
         by_four(request, HashStore())
     assert any('"done": ["' in journal.read_text() for journal in (tmp_path / "four").rglob(".unfinished.*"))
+    os.truncate(max(files, key=lambda file: file.stat().st_size), 0)
+    written = count(8)  # no rank writes it again before one fails
+    with pytest.raises(PrecisionctlError, match="failed"):
+        by_four(request, HashStore())
     by_four(request, HashStore())
     assert tree(tmp_path / "four") == tree(tmp_path / "one")
 

@@ -71,7 +71,8 @@ class Output:
                 raise _not_ours(path)
         for directory, folders, files in os.walk(self.partial):
             for path in (Path(directory, name) for name in (*folders, *files)):
-                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                ours = not path.is_symlink() and (path.is_file() or path.is_dir())
+                if not ours and os.path.lexists(path):  # the first rank may be removing what is there
                     raise _not_ours(path)
 
     def begin(self) -> None:

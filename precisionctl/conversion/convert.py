@@ -64,7 +64,9 @@ def run(
 
     Returns what jobs found out, including those that were done before.
     """
-    done = journal.done if journal and journal.done and _are_whole(_ends(plan, writer)) else set()
+    if journal and journal.done and not _are_whole(_ends(plan, writer)):
+        journal.forget()
+    done = frozenset(journal.done) if journal else frozenset()
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
         writer.lay_out()

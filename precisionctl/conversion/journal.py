@@ -1,7 +1,7 @@
 """Journal: the jobs whose data is on the disk, so that the same command continues where it stopped.
 
-The first JSON line says which conversion it is (plan, and the source's sizes and times); each further line lists jobs
-whose data is synced, with what they found out. An incomplete last line, from a crash while writing, is ignored. The
+The first JSON line says which conversion it is (plan, and the source's sizes and times; in those of further ranks only
+the identity of the first rank's); each further line lists jobs whose data is synced, with what they found out. An incomplete last line, from a crash while writing, is ignored. The
 file is locked, so two runs of the same conversion never write at the same time.
 """
 
@@ -50,6 +50,13 @@ class Journal:
         recognised (`was_finished`)."""
         self._append({"done": [], "found": Findings().as_json(), "whole": True})
 
+    def forget(self) -> None:
+        """Forget all finished jobs, also on the disk: files have lost bytes of theirs, which come back as zeros."""
+        self.done, self.found = set(), Findings()
+        self.file.seek(0)
+        self.file.truncate(len(self.file.readline()))
+        os.fsync(self.file.fileno())
+
     def _append(self, line: Mapping[str, object]) -> None:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -65,10 +72,18 @@ class Journal:
 
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
-    """The journal of another rank than the first. It is in the partial directory, and discarded with it."""
+    """The journal of another rank than the first, in the partial directory that the first rank has opened."""
+    token = _token(output)
+    assert token is not None, "the first rank has opened its journal"
+    header = {"id": token.decode(_ANY)}
     with _locked(output, output.share_journal(rank)) as (file, text):
+        lines, length = _whole_lines(text)
         journal = Journal(file)
-        journal._continue(*_whole_lines(text))
+        if _is_of(lines, header):
+            journal._continue(lines[1:], length)
+        else:
+            file.truncate(0)
+            journal._append(header)
         yield journal
 
 

@@ -17,6 +17,15 @@ UNDERFLOW = 0.01
 E4M3, a Gaussian with amax at 5 sigma loses 0.001 %; to lose 1 % it needs an outlier at 5,700 sigma."""
 
 
+def decibels(signal: float, noise: float) -> float:
+    """A ratio of two sums of squares in dB: infinite without noise, minus infinity if a sum is not finite."""
+    if noise == 0:
+        return math.inf
+    if not math.isfinite(noise) or not math.isfinite(signal):
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
 @dataclass(frozen=True)
 class Loss:
     """What one scaling did to `elements` elements: nonzero ones that became zero, ones that were clamped, the sum of
@@ -44,7 +53,7 @@ class Loss:
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise in dB; infinite where nothing was lost."""
-        return 10 * math.log10(self.power / self.error) if self.power and self.error else math.inf
+        return decibels(self.power, self.error)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.statistics import decibels
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         values = left.values.double()
         signal += float(values.square().sum())
         noise += float((values - right.values.double()).square().sum())
-    sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    sqnr = decibels(signal, noise)
     return CodesComparison(name, spec.rows * spec.columns, changed, (low, high), sqnr, idempotent)
 
 

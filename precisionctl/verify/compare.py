@@ -19,6 +19,7 @@ from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.fp8.statistics import decibels
 from precisionctl.same_model import differences, in_words
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
@@ -216,7 +217,7 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
         losses.see(row, codes.stored, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.data)
-    sqnr = _decibels(signal if coded is a else losses.total.power, losses.total.error)
+    sqnr = decibels(signal if coded is a else losses.total.power, losses.total.error)
     return losses, (sqnr, losses.largest_error, differing)
 
 
@@ -275,20 +276,12 @@ def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, floa
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))
-    return _decibels(signal, noise), largest, differing
+    return decibels(signal, noise), largest, differing
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
     """The number of FP32 values that differ: +0 and -0 differ, two NaNs do not."""
     return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    if not math.isfinite(noise) or not math.isfinite(signal):  # an infinity or NaN on one side
-        return -math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:
