@@ -361,12 +361,8 @@ def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_p
         assert output.journal.read_bytes() == junk
     with open_journal(output, "plan", [], restart=True) as kept:
         assert kept.done == set()
-    for junk in (
-        b"{}\n",
-        b'{"done": [], "found": {}}\n',
-        b'{"id": "of another"}\n{"done": ["a"], "found": {}}\n',
-        b"\0",
-    ):
+    of_another = b'{"id": "of another"}\n{"done": ["a"], "found": {}}\n'
+    for junk in (b"{}\n", b'{"done": [], "found": {}}\n', of_another, b"\0"):
         output.share_journal(1).write_bytes(junk)
         with open_share_journal(output, 1) as kept:
             assert kept.done == set()

@@ -108,7 +108,7 @@ def test_a_file_of_fp8_state_is_shown_as_state_in_a_checkpoint_is(tmp_path: Path
     shown = run("inspect", tmp_path / sidecar.RELATIVE)
     assert shown.exit_code == 0 and "recorded at iteration 70" in shown.stdout and "grad_output" in shown.stdout
     alone = json.loads(run("inspect", tmp_path / sidecar.RELATIVE, "--json").stdout)["fp8"]
-    assert in_checkpoint | {"of_these_weights": None, "age_in_steps": None} == alone
+    assert in_checkpoint | {"of_these_weights": None, "why_not_used": None, "age_in_steps": None} == alone
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,27 @@ def inputs(states: Fp8States | None) -> dict[str, float]:
     return {name: float(state.roles["input"].amax_history[-1]) for name, state in states.modules.items()}
 
 
+def test_state_in_a_file_that_does_not_say_whose_it_is_becomes_that_of_these_weights(edited: Path) -> None:
+    """Whatever it is written to: the user has said so."""
+    file = edited.parent / "state"
+    sidecar.write(file, replace(sidecar.read(edited / sidecar.RELATIVE), of_weights=None))
+    for container in ("hf", "megatron"):
+        out = edited.parent / f"in {container}"
+        notes = run(edited, out, container, "bf16", fp8_state=file, drop_fp8_state=True).notes
+        assert any("taken to be these" in note for note in notes)
+        reader = open_checkpoint(out)
+        assert known_state(reader, make_plan(reader, "hf").gemms).current is not None
+
+
+def test_state_of_other_weights_is_so_also_where_the_user_has_had_it_written(edited: Path) -> None:
+    file = edited.parent / "state"
+    sidecar.write(file, sidecar.read(edited / sidecar.RELATIVE))
+    notes = run(edited, edited.parent / "out", "megatron", "fp8", fp8_state=file).notes
+    assert any("later commands need --fp8-state again" in note for note in notes)
+    reader = open_checkpoint(edited.parent / "out")
+    assert known_state(reader, make_plan(reader, "hf").gemms).current is None
+
+
 def test_a_default_export_takes_dynamic_and_says_why_in_one_line(edited: Path) -> None:
     notes = export(edited).notes
     assert notes[0].startswith(
@@ -220,7 +241,9 @@ def test_inspect_and_the_readiness_report_say_the_same(edited: Path) -> None:
     reader = open_checkpoint(edited)
     said = describe(reader)
     assert said["fp8"]["of_these_weights"] is False
-    assert any("with other weights than these: not used" in str(row) for table in tables(said) for row in table.rows)
+    assert any(
+        "not used: it was recorded with other weights" in str(row) for table in tables(said) for row in table.rows
+    )
     judged = assess(reader, None, lambda total: in_memory.no_progress())
     assert judged.verdicts["delayed"].words.startswith("calibrate first (8 modules)")
     assert "was recorded with other weights: nothing uses it" in judged.notes[0]

@@ -94,9 +94,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def unmeasured(file: Path) -> bytes:
-    """A file of `calibrate` without its statistics, which cost a pass as much as four passes."""
+    """A file of `calibrate` without its statistics, which cost a pass as much as four passes, as the recorder's."""
     copy = file.with_name("unmeasured")
-    sidecar.write(copy, replace(sidecar.read(file), statistics={}))
+    sidecar.write(copy, replace(sidecar.read(file), statistics={}, producer="precisionctl's recorder in transformers"))
     return copy.read_bytes()
 
 

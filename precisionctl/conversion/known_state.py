@@ -70,6 +70,8 @@ def known_state(
     digest = of_weights or digest_weights(reader)
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
+    if given and given.of_weights is None:  # the user says whose it is
+        given = replace(given, of_weights=digest)
     usable = [states for states in (given, current) if states]
     if usable:  # the checkpoint's own recipe, if its state is usable, with histories long enough for all rows
         rows = max(each.recipe.amax_history_len for each in usable)
@@ -95,11 +97,15 @@ def origin(states: Fp8States) -> str:
     return ", ".join(filter(None, [states.producer, when])) or "of unknown origin"
 
 
+def why_outdated(states: Fp8States) -> str:
+    """Why a checkpoint's own state is not used, in words that go on after "it"."""
+    unknown = "does not say with which weights it was recorded"
+    return unknown if states.of_weights is None else "was recorded with other weights"
+
+
 def outdated_words(states: Fp8States) -> str:
     """A clause that says why a checkpoint's own state is not used."""
-    unknown = "does not say with which weights it was recorded"
-    why = unknown if states.of_weights is None else "was recorded with other weights"
-    return f"the checkpoint's FP8 state ({origin(states)}) {why}"
+    return f"the checkpoint's FP8 state ({origin(states)}) {why_outdated(states)}"
 
 
 def outdated_note(states: Fp8States, what: str) -> str:
@@ -110,9 +116,12 @@ def outdated_note(states: Fp8States, what: str) -> str:
 
 def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str) -> Iterator[str]:
     if given.of_weights is None:
-        yield f"{file} does not say with which weights its FP8 state was recorded; it is used as it is."
+        yield f"{file} does not say with which weights its FP8 state was recorded; it is taken to be these."
     elif given.of_weights != digest:
-        yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway."
+        yield (
+            f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway. A "
+            "checkpoint that it is written to keeps that mark: later commands need --fp8-state again."
+        )
     both = own.modules.keys() & given.modules.keys() if own else ()
     instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
     yield f"The FP8 state of {counted(len(given.modules), 'module')} is taken from {file}{instead}."

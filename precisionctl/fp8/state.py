@@ -211,6 +211,7 @@ class Fp8State:
 
 BY_TE = "transformer_engine"
 BY_RECORDER = "precisionctl's recorder in Megatron-Core"
+BY_RECORDER_IN_TRANSFORMERS = "precisionctl's recorder in transformers"
 RECORDED_IN_MEGATRON = (BY_TE, BY_RECORDER)
 """The `producer`s of state that was recorded in passes of Megatron-Core: TE's modules, which store no name, or our
 recorder."""

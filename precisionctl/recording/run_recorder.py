@@ -17,14 +17,21 @@ from precisionctl.commands.request import StrPath
 from precisionctl.errors import MissingFp8State, RecipeError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.extra_state import decode_payload
-from precisionctl.fp8.state import BY_RECORDER, CACHE, DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import (
+    BY_RECORDER,
+    BY_RECORDER_IN_TRANSFORMERS,
+    CACHE,
+    DelayedScaling,
+    Fp8State,
+    Fp8States,
+    Role,
+)
 from precisionctl.recipe import load_recipe
 from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites, in_transformers
 from precisionctl.recording.live_weights import digest_of
 from precisionctl.recording.rank_files import begin, key_of, write_part
 from precisionctl.recording.watched_attention import watch_attention
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.start import CALIBRATED
 
 
 class RunRecorder:
@@ -209,7 +216,7 @@ class RunRecorder:
             for key in keys:
                 found.setdefault(key, Fp8State.fresh(recipe.amax_history_len))
         model = self.models[0]
-        producer = CALIBRATED if in_transformers(model) else BY_RECORDER
+        producer = BY_RECORDER_IN_TRANSFORMERS if in_transformers(model) else BY_RECORDER
         return Fp8States(recipe, found, producer=producer, iteration=self.iteration, of_weights=digest_of(model))
 
 

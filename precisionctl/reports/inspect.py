@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.trainer_directory import says_its_model
 from precisionctl.checkpoints.trainer_run import of_trainer
-from precisionctl.conversion.known_state import is_of_weights
+from precisionctl.conversion.known_state import is_of_weights, why_outdated
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
@@ -184,13 +184,15 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
 def _fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
     iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
+    of_its = _is_of_its_weights(states, reader) if reader else None
     roles = [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
     return {
         "recipe": asdict(states.recipe),
         "producer": states.producer,
         "recorded_at_iteration": states.iteration,
         "age_in_steps": age,
-        "of_these_weights": _is_of_its_weights(states, reader) if reader else None,
+        "of_these_weights": of_its,
+        "why_not_used": why_outdated(states) if of_its is False else None,
         "never_recorded": {
             role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
             for role in roles
@@ -394,10 +396,13 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
     ago = f", {counted(age, 'step')} ago" if age else ""
-    others = {True: "", False: ", with other weights than these: not used", None: "; not compared with weights"}
+    of_its = fp8["of_these_weights"]
+    used = (
+        "; not compared with weights" if of_its is None else "" if of_its else f"; not used: it {fp8['why_not_used']}"
+    )
     rows = [
         ("FP8 recipe", words),
-        ("FP8 state", f"{counted(len(fp8['modules']), 'module')}, {when}{ago}{others[fp8['of_these_weights']]}"),
+        ("FP8 state", f"{counted(len(fp8['modules']), 'module')}, {when}{ago}{used}"),
     ]
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))

@@ -28,7 +28,15 @@ from precisionctl.fp8.carry import (
     under_recipe,
 )
 from precisionctl.fp8.numerics import amax
-from precisionctl.fp8.state import BY_RECORDER, IN_USE, DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import (
+    BY_RECORDER,
+    BY_RECORDER_IN_TRANSFORMERS,
+    IN_USE,
+    DelayedScaling,
+    Fp8State,
+    Fp8States,
+    Role,
+)
 from precisionctl.sizes import counted
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
@@ -54,6 +62,7 @@ _PRODUCERS: Mapping[str, StateOrigin] = {
     COLLECTED: "collected in BF16 training",
     CALIBRATED: "calibrated",
     BY_RECORDER: "calibrated",
+    BY_RECORDER_IN_TRANSFORMERS: "calibrated",
 }
 
 
