@@ -73,7 +73,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Converted:
     """What `convert` has made. `notes` are what the command prints for its user; `nbytes` is the size of the result's
-    tensors; `done_before` says that the same request had been carried out already, and nothing was left to do."""
+    tensors in bytes; `done_before` says that the same call was killed before, when the result was complete already."""
 
     path: Path
     nbytes: int
@@ -82,8 +82,8 @@ class Converted:
 
 
 def plan(request: Request) -> Plan:
-    """What a request will do, without writing anything: `plan(request).describe()` has every job and every tensor.
-    Raises what `convert` raises before it writes."""
+    """What a request will do, without writing anything: `plan(request).describe()` has every job and every tensor, and
+    `.nbytes` the bytes of the result's tensors. Raises what `convert` raises before it writes."""
     return plan_command(request).plan
 
 
@@ -100,7 +100,8 @@ def convert(
 
     The destination appears when it is complete. After a kill or an error the same call continues; `restart` discards
     what an unfinished one left. `verify` reads everything back and compares it with the source before that. `workers`
-    are processes; with several, a script needs `if __name__ == "__main__":`.
+    are processes; with several, a script needs `if __name__ == "__main__":`. `on_bytes` is called with the
+    number of bytes that a finished job has written.
 
     Raises RecipeError for options that contradict each other, CheckpointError and MappingError for a source that cannot
     be read, PrecisionError for numbers that cannot be made, OutputError and DiskProblem for a destination that cannot
@@ -121,11 +122,13 @@ def verify(
     reference: StrPath | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> Comparison:
-    """Compare two checkpoints tensor by tensor, whatever their formats; `.equal` is the verdict. With `fp8` codes are
-    compared one by one, and state on one side only is a difference; `fp8_state` is a file of `calibrate` that fixed
-    scales are held against, and `reference` says of either what it does not say itself, as in a Request. Raises
-    CheckpointError, MappingError for one that does not fit its own architecture, and RecipeError for a reference that
-    contradicts one."""
+    """Compare two checkpoints tensor by tensor, whatever their formats. `.equal` is the verdict, and `.tensors` has of
+    each the status, SQNR in dB, largest absolute error, and number of values that differ.
+
+    With `fp8`, codes are compared one by one, and FP8 state on one side only is a difference. `fp8_state` is a file of
+    `calibrate`, with which fixed scales are compared. `reference` is a Hugging Face directory of the same model, as in
+    a Request. Raises CheckpointError; MappingError for a checkpoint that does not fit its own architecture; RecipeError
+    for a reference that contradicts one."""
     same_model = Path(reference) if reference else None
     readers = (open_hinted(Path(path), None, None, same_model, None) for path in (a, b))
     state = sidecar.read(Path(fp8_state)) if fp8_state else None
@@ -133,23 +136,28 @@ def verify(
 
 
 def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
-    """The rules of an engine (or of `te`) that an exported directory breaks, served on `ranks` GPUs, which get experts
-    whole if `expert_parallel`; those whose `rule.fatal` is true keep it from being loaded, or from being read rightly.
-    Raises RecipeError for an unknown target, `te` on several GPUs or experts on one, and UnknownFormat for what is no
-    Hugging Face directory."""
+    """The findings where an exported directory breaks a rule of an engine (or of `te`); empty if every rule is kept.
+
+    If a finding's `rule.fatal` is true, the engine refuses the directory or computes wrong results. The engine runs on
+    `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for `te` on
+    several GPUs, and for `expert_parallel` on one; UnknownFormat for anything but a Hugging Face directory."""
     return [*check_reader(open_reader(Path(path)), target, ranks, expert_parallel=expert_parallel).findings]
 
 
 def inspect(path: StrPath, iteration: int | None = None) -> Mapping[str, Any]:
-    """What a checkpoint is, as `inspect --json` prints it, without reading tensor data. Raises CheckpointError."""
+    """What a checkpoint is, with the keys of `inspect --json` (docs/json.md), without reading tensor data. Raises
+    CheckpointError, also for an `iteration` that is not there or not complete."""
     return describe(open_reader(Path(path), iteration))
 
 
 def readiness(
     path: StrPath, *, fp8_state: StrPath | None = None, workers: int = 2, iteration: int | None = None
 ) -> Readiness:
-    """Whether FP8 training is safe from a checkpoint, by layer, role and scaling, as `inspect --fp8` judges it. Reads
-    all weights. Raises CheckpointError, and MissingFp8State for a state file of another model."""
+    """Whether FP8 training is safe from a checkpoint, as `inspect --fp8` judges it: `.verdicts` by scaling, `.roles` by
+    module and role, with shares from 0 to 1 (docs/switching.md has definitions, limits and their sources).
+
+    Reads all weights, in `workers` processes. `fp8_state` is a file of `calibrate`. Raises CheckpointError, and
+    MissingFp8State for a state file of another model."""
     state = Path(fp8_state) if fp8_state else None
     return assess(open_reader(Path(path), iteration), state, lambda total: nullcontext(lambda count: None), workers)
 
@@ -163,9 +171,13 @@ def evaluate(
     device: torch.device | str | None = None,
     iteration: int | None = None,
 ) -> Evaluation:
-    """Perplexity on text (whatever `resume` takes as data), in the precision that a checkpoint is stored in; beside
-    that of a BF16 reference, with the KL divergence in nats. Without `device`, on a GPU if there is one. Raises
-    DataError for text or a tokenizer that cannot be used."""
+    """Perplexity and mean loss (nats) on text, whatever `resume` takes as data, computed in the precision that the
+    checkpoint is stored in.
+
+    The text is cut into rows of `sequence_length` targets, or of the model's maximum. With `against`, the BF16 source,
+    also its perplexity, the KL divergence (nats per token) and the share of equal top-1 tokens (0 to 1). Without
+    `device`, on a GPU if there is one. Raises CheckpointError; UnknownArchitecture for a model without a table;
+    DataError for text or a tokenizer that cannot be used, and for a reference with another vocabulary."""
     reference = open_reader(Path(against)) if against else None
     reader = open_reader(Path(path), iteration)
     return evaluate_reader(reader, data, against=reference, sequence_length=sequence_length, device=device)
@@ -173,15 +185,17 @@ def evaluate(
 
 def download(name: str) -> Path:
     """The directory of a checkpoint on the Hugging Face Hub, `org/name` or `org/name@revision`: in the cache of its
-    client, which downloads what is not there. A path that exists is itself. Raises UnknownFormat for what is neither,
-    and as `HubName.download`."""
+    client, which downloads what is not there. A path that exists is returned as it is. Raises UnknownFormat for what is
+    neither; CheckpointError for a repository that cannot be read or has no checkpoint; EnvironmentProblem if the Hub
+    cannot be reached; RecipeError and DiskProblem as `HubName.download`."""
     found = HubName.read(name)
     return Path(name) if found is None else found.download(progress=False)
 
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A tensor's logical shape, and the dtype of what is stored; of packed codes, that of their bytes."""
+    """A tensor's logical shape, `[out, in]` for a linear, and the dtype that is stored. For packed codes that is the
+    dtype of their bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -220,7 +234,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def fp8(self) -> Fp8States | None:
-        """The state of delayed scaling (amax histories, scales) by Megatron's modules; None if there is none."""
+        """The state of delayed scaling; None if there is none. `.modules[name].roles[role]` has `scale`, FP32 `[]`, the
+        factor before the cast, and `amax_history`, FP32 `[amax_history_len]` (docs/scales.md); for experts,
+        `[experts]` and `[experts, amax_history_len]`. Names are Megatron's."""
         return self._reader.fp8
 
     @cached_property
@@ -229,8 +245,9 @@ class Checkpoint(Mapping[str, Tensor]):
         return {name: StoredAs(spec.shape, spec.dtype.torch) for name, spec in self._reader.specs.items()}
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows `[start, start + count)` of a tensor, `[count, columns]`; a vector is one column. For tensors that are
-        larger than memory. Raises KeyError, and DamagedCheckpoint for bytes that are not there."""
+        """Rows `[start, start + count)` of a tensor, `[count, columns]`, decoded; a vector is one column. For tensors
+        that are larger than memory. Raises KeyError for an unknown name, IndexError for rows that the tensor does not
+        have, and DamagedCheckpoint for bytes that are not there."""
         spec = self._reader.specs[name]
         if not 0 <= start <= start + count <= spec.rows:
             raise IndexError(f"rows {start} to {start + count} of {spec.rows}")

@@ -45,6 +45,13 @@ def test_a_command_that_fails_ends_the_story(tmp_path: Path) -> None:
         story.Shell(tmp_path, lambda line: None)("inspect nothing-here")
 
 
+def test_what_commands_print_is_shown_line_by_line(prepared: Path) -> None:
+    shown: list[str] = []
+    story.Shell(prepared, shown.append)("inspect hf")
+    assert shown[:2] == ["", "$ precisionctl inspect hf"]
+    assert [line for line in shown if "llama" in line] and not [line for line in shown if "\n" in line]
+
+
 def ran(result: Any, code: int = 0) -> CommandRun:
     return CommandRun("precisionctl ...", json.dumps(result), code, 1.0)
 

@@ -186,4 +186,4 @@ def test_a_pattern_of_which_no_layers_can_be_made_is_no_granite(pattern: str, is
 def test_notes_on_steps_are_of_models_that_transformers_clamps(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "granite-hybrid")
     notes = plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron")).notes
-    assert not any("(dt)" in note for note in notes) and any("`resume` goes by it" in note for note in notes)
+    assert not any("(dt)" in note for note in notes) and any("follow the config.json" in note for note in notes)

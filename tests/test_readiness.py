@@ -82,6 +82,15 @@ def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monke
         assert one.losses["block"].error == pytest.approx(whole.losses["block"].error, rel=1e-9)
 
 
+def test_a_weight_whose_rows_fill_whole_steps_is_measured_as_any_other(tmp_path, monkeypatch):
+    model = pico.save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
+    monkeypatch.setattr("precisionctl.readiness.weights._AT_ONCE", 1)  # steps of 128 rows
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    assert len(weight) == 128
+    (one,) = measured(tmp_path)["decoder.layers.1.self_attention.linear_proj"]
+    assert counts(one) == counts(measure(weight, E4M3, None, square=True))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral", "deepseek-v3"])
 def test_a_model_is_judged_alike_whatever_its_format(tmp_path, family):
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)

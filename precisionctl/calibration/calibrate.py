@@ -59,7 +59,9 @@ OnPass = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Calibration:
     """The arguments of `calibrate`; paths may be strings. `out` is a file that must not exist yet; without `data` the
-    recipe's is used."""
+    recipe's is used. `recipe` is a bundled name or a TOML file, by default fp8-delayed, and `overrides` are
+    `section.key=value`, e.g. `data.sequence_length=256` (tokens of a row). Each of `passes` fills one row of the
+    histories."""
 
     checkpoint: Path
     data: StrPath | None
@@ -77,7 +79,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did.
+    """The result: `states` from `passes` passes of `rows` rows of tokens each (docs/scales.md). `signal` stopped it
+    early, if any did.
     `on_first_rank` is True on the one rank that reports it."""
 
     out: Path

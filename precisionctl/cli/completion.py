@@ -15,7 +15,7 @@ from precisionctl.cli.options import Choice
 @click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete commands, options and paths; in its start-up file it lasts.
+    """Print the code that makes a shell complete commands, options and paths. Append it to the shell's start-up file.
 
     For this session alone: `eval "$(precisionctl completion bash)"`, or `precisionctl completion fish | source`.
     """

@@ -156,7 +156,7 @@ def verify(
 
     FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
     checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
-    differ, or if the engine would refuse or misread A, or finds no FP8 weights in it.
+    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")

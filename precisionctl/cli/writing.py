@@ -142,7 +142,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     "--scheme",
     type=Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
-    "nvfp4 (recorded input scales), mxfp4, nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme.",
+    "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme.",
 )
 @click.option(
     "--tp",

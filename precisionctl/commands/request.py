@@ -79,6 +79,9 @@ class Request:
     """What to convert, and to what; paths may be strings. An export is a conversion to Hugging Face's layout in FP8 for
     a `target`. Raises RecipeError for options that contradict each other.
 
+    `to` is `hf` or `megatron`, `container` one of CONTAINERS (None for the first), `precision` that of `convert
+    --precision`. `parallelism` has the sizes that a Megatron result is split for. `max_shard_size` is in bytes.
+
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are

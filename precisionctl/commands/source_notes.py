@@ -78,13 +78,13 @@ def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":
             yield (
-                "Megatron-Core, by the arguments of the result, computes another model (this one / Megatron's): "
-                f"{named}. config.json goes along: `resume` goes by it, and `convert` back."
+                "Megatron-Core's arguments cannot express all of this model, so it computes another model (this one / "
+                f"Megatron-Core's): {named}. `resume`, and `convert` back, follow the config.json in the result."
             )
         else:
             yield (
-                "Megatron's arguments do not say all of this model, so a Megatron-Core that trained by them alone "
-                f"trained another one (the result / Megatron by them): {named}."
+                "Megatron-Core's arguments cannot express all of this model. A Megatron-Core that trained it by them "
+                f"alone computed another one (the result / Megatron-Core's): {named}."
             )
     if model.mla and model.norm_epsilon != _MLA_EPSILON:
         yield (

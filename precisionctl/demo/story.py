@@ -64,13 +64,15 @@ class Shell:
     def __call__(self, line: str, *, may_differ: bool = False) -> CommandRun:
         """Run a command line (split at spaces). Raises PrecisionctlError if it fails; with `may_differ`, exit code 1 is
         a result, not a failure."""
-        self.say(f"\n$ precisionctl {line}")
+        self.say("")
+        self.say(f"$ precisionctl {line}")
         start = time.perf_counter()
         command = [sys.executable, "-m", "precisionctl", *line.split()]
         done = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
         ran = CommandRun(f"precisionctl {line}", done.stdout, done.returncode, time.perf_counter() - start)
-        if "--json" not in line and ran.output:
-            self.say(ran.output.rstrip())
+        if "--json" not in line:
+            for told in ran.output.splitlines():
+                self.say(told)
         if ran.code != 0 and not (may_differ and ran.code == 1):
             raise PrecisionctlError(f"`{ran.line}` ended with {ran.code}", where=self.folder, do="See its error above.")
         self.ran.append(ran)

@@ -40,7 +40,7 @@ Ragged = Literal["never", "alone", "last"]
 the last of several that are fused."""
 
 HEADS_EVENLY = EngineRule(
-    "each GPU gets as many heads; where there are fewer key-value heads than GPUs, as many GPUs have each",
+    "every GPU gets the same number of heads; fewer key-value heads than GPUs are each on the same number of GPUs",
     "vLLM 0.33 config/model.py, layers/linear.py QKVParallelLinear, mamba_mixer2.py; SGLang's have the same rules",
 )
 

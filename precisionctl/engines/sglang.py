@@ -58,7 +58,9 @@ ENGINE = Engine(
     command="python -m sglang.launch_server --model-path {path}",
     on_ranks=" --tp {ranks}",
     on_experts=" --ep-size {ranks}",
-    spreads=EngineRule("each GPU gets as many experts", "SGLang layers/moe/fused_moe_triton/layer.py FusedMoE"),
+    spreads=EngineRule(
+        "every GPU gets the same number of experts", "SGLang layers/moe/fused_moe_triton/layer.py FusedMoE"
+    ),
     evenly=True,
     whole_groups=EngineRule(
         "beside codes, each GPU gets groups of a mixer whole",

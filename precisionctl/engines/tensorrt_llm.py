@@ -30,7 +30,9 @@ ENGINE = Engine(
     command="trtllm-serve {path}",
     on_ranks=" --tp_size {ranks}",
     on_experts=" --ep_size {ranks}",
-    spreads=EngineRule("each GPU gets as many experts", "TensorRT-LLM _torch/modules/fused_moe/interface.py MoE"),
+    spreads=EngineRule(
+        "every GPU gets the same number of experts", "TensorRT-LLM _torch/modules/fused_moe/interface.py MoE"
+    ),
     evenly=True,
     quantisation=EngineRule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",

@@ -74,7 +74,8 @@ class _Measurer(_RowObserver):
         self._statistics, self._waiting = Statistics(), torch.empty(0)
         self._four_bits = dict.fromkeys(FORMATS, Loss())
         self.do(job)
-        self._measure_first(len(self._waiting))
+        if len(self._waiting):
+            self._measure_first(len(self._waiting))
         return MeasuredWeight(self._statistics, self._four_bits)
 
     def _observe(self, values: Tensor) -> None:
