@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import pico
 import pytest
@@ -21,7 +23,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+from precisionctl.errors import DamagedCheckpoint, MissingTensor, ShapeMismatch
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
 
@@ -137,6 +139,31 @@ def test_a_stored_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DamagedCheckpoint, match=r"`lm_head.weight` .* differs"):
         run(tmp_path / "hf", tmp_path / "again", "megatron", workers=2)
+
+
+def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path: Path) -> None:
+    """transformers loads such a file."""
+    pico.save(tmp_path / "hf", "llama-tied", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "hf", tmp_path / "head")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, tmp_path / "head" / "model.safetensors", metadata={"format": "pt"})
+    for container in ("hf", "megatron"):
+        for name in ("hf", "head"):
+            run(tmp_path / name, tmp_path / f"{name} in {container}", container)
+        assert_same_tensors(tmp_path / f"hf in {container}", tmp_path / f"head in {container}")
+    for command in (
+        ("verify", tmp_path / "head", tmp_path / "hf"),
+        ("verify", tmp_path / "hf", tmp_path / "head"),
+        ("inspect", tmp_path / "head"),
+        ("export-inference", tmp_path / "head", tmp_path / "out", "--target", "vllm"),
+    ):
+        found = command_line.run(*command)
+        assert found.exit_code == 0, found.output
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(MissingTensor, match="embed_tokens"):
+        run(tmp_path / "head", tmp_path / "untied", "megatron")
 
 
 def test_whatever_transformers_makes_a_tokenizer_of_travels_there_and_back(tmp_path: Path) -> None:

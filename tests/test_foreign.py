@@ -122,7 +122,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
-    "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
+    "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
@@ -158,6 +158,14 @@ def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str)
         open_checkpoint(tmp_path / "here")
     assert re.search(what, refused.value.what) and re.search(do, refused.value.do), str(refused.value)
     assert refused.value.where == str(tmp_path / "here")
+
+
+def test_a_folder_with_a_config_and_no_weights_is_not_what_to_give(tmp_path: Path) -> None:
+    """What verl has beside its shards."""
+    files("huggingface/config.json", "huggingface/tokenizer.json")(tmp_path / "actor")
+    with pytest.raises(UnknownFormat) as refused:
+        open_checkpoint(tmp_path / "actor")
+    assert "huggingface" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

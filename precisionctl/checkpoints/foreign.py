@@ -88,8 +88,13 @@ _MODELS = ("actor", "model", "modeling", "huggingface", "hf", "policy", "final",
 
 
 def _model_inside(path: Path) -> str | None:
-    inside = {one.name for one in _directories(path)}
+    """A directory with the name of a model's, and more in it than a config and a tokenizer."""
+    inside = {one.name for one in _directories(path) if _directories(one) or any(map(_is_weights, one.iterdir()))}
     return next((name for name in _MODELS if name in inside), None)
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp.FILE
 
 
 def _snapshot(path: Path) -> str | None:
@@ -105,8 +110,7 @@ def _snapshot(path: Path) -> str | None:
 
 
 def _directory_of_file(path: Path) -> str | None:
-    is_part = path.is_file() and (path.suffix in (".safetensors", ".bin", ".distcp", ".pt") or path.name == dcp.FILE)
-    return shlex.quote(str(path.parent.resolve())) if is_part else None
+    return shlex.quote(str(path.parent.resolve())) if path.is_file() and _is_weights(path) else None
 
 
 def _indexed_data(path: Path) -> str | None:

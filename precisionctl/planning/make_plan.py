@@ -170,6 +170,8 @@ def _row_jobs(
         stored = _copies(copies, model) if source.layout == "hf" else ()
         kept = _copies((one for one in copies if one.written or naming == "in memory"), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
+        if stored and reads[0] not in source.specs:  # savers that leave out copies may leave out the original
+            reads, stored = (stored[0], *reads[1:]), stored[1:]
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs
 
