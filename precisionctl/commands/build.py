@@ -75,7 +75,7 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
         result.states,
         source.trained,
         result.encodings,
-        source.known.of_weights,
+        source.known.weights_digest,
     )
 
 

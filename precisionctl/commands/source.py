@@ -52,14 +52,14 @@ class Source:
     engine: Engine | None
 
     @cached_property
-    def calibrated(self) -> Fp8States | None:
+    def state_of_fixed_scales(self) -> Fp8States | None:
         """State made from the fixed input scales that are stored with the codes."""
         return state_of_input_scales(self.reader, self.encodings, self.plan)
 
     @property
     def states(self) -> Fp8States | None:
         """The usable state, with roles that were never recorded filled in from the fixed input scales."""
-        current, fixed = self.known.current, self.calibrated
+        current, fixed = self.known.current, self.state_of_fixed_scales
         return merged(current, fixed) if current and fixed else current or fixed
 
     @property
@@ -68,16 +68,16 @@ class Source:
         return self.encodings if self.reader.encodings else None
 
     @cached_property
-    def of_weights(self) -> str:
+    def weights_digest(self) -> str:
         """The digest of the weights."""
-        return self.known.of_weights or digest_weights(self.reader)
+        return self.known.weights_digest or digest_weights(self.reader)
 
     @property
     def fixed_scales(self) -> WeightEncodings | None:
         """The encodings if their fixed scales of inputs and caches are still valid: the weights are the codes that they
         came with, or the values that these decode to."""
         encodings = self.encodings
-        return encodings if encodings and (self.encodings_now or encodings.of_weights == self.of_weights) else None
+        return encodings if encodings and (self.encodings_now or encodings.of_weights == self.weights_digest) else None
 
 
 def open_source(request: Request) -> Source:
@@ -124,7 +124,7 @@ def open_source(request: Request) -> Source:
         request.fp8_state,
         request.state_recipe,
         drop=request.drop_fp8_state,
-        of_weights=encodings.of_weights if encodings and reader.encodings else None,
+        weights_digest=encodings.of_weights if encodings and reader.encodings else None,
     )
     if request.include or request.exclude:  # what was recorded is of all that a recipe computes in FP8
         plan = choose(plan, request.include, request.exclude)

@@ -34,8 +34,9 @@ def as_values(request: Request, source: Source) -> Result:
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
     if encodings:
         _check_come_back(encodings, source)
-    state = known.current or (source.calibrated if request.precision == "fp8" else None)
-    sidecar = known.current or source.calibrated or known.outdated  # state to carry along, from which no run starts
+    state = known.current or (source.state_of_fixed_scales if request.precision == "fp8" else None)
+    # what is carried along, from which no run starts
+    sidecar = known.current or source.state_of_fixed_scales or known.outdated
     if request.precision == "fp8":
         check_fp8_gemms(plan, request.numerics(plan.model))
     run = NO_RUN
@@ -114,5 +115,5 @@ def _live_state(
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)
     elif state is None:
-        states = replace(states, of_weights=source.of_weights)
+        states = replace(states, of_weights=source.weights_digest)
     return states, [*state_notes(change)]

@@ -43,8 +43,8 @@ class PlannedCommand:
     `digest` identifies the command: only the same one may continue a partial result. `notes` are planning's notes for
     the user. `states` is the FP8 state of the result, or a function that makes it when all weights have been read.
     `trained` is the reader if its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in
-    FP8: it is stored beside values, or used to make codes. `of_weights` is the digest of the source's weights, taken
-    if it has FP8 state.
+    FP8: it is stored beside values, or used to make codes. `weights_digest` is that of the source's weights, taken if
+    it has FP8 state.
     """
 
     reader: Reader
@@ -56,7 +56,7 @@ class PlannedCommand:
     states: Fp8States | MakeStates | None = None
     trained: MegatronReader | TrainedReader | None = None
     encodings: WeightEncodings | None = None
-    of_weights: str | None = None
+    weights_digest: str | None = None
 
     @property
     def source(self) -> TensorSource:
@@ -182,7 +182,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
         states, state_notes = states(found.amax)
         notes += state_notes
     writer.finish(states)
-    if states and plan.encodes and states.of_weights == command.of_weights:
+    if states and plan.encodes and states.of_weights == command.weights_digest:
         made = digest_weights(open_checkpoint(writer.directory))  # encoding has rounded the weights
         sidecar.write(writer.directory / sidecar.RELATIVE, replace(states, of_weights=made))
     if encodings and not plan.encodes:

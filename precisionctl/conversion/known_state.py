@@ -27,14 +27,14 @@ class KnownState:
 
     `usable` are the state of the user's file and the checkpoint's own, if it was recorded with its weights; each role
     is taken from the first that recorded it. `outdated` is the checkpoint's own state if it was recorded with other
-    weights. `notes` say what was replaced. `of_weights` is the digest of the checkpoint's weights, taken if there is
+    weights. `notes` say what was replaced. `weights_digest` is that of the checkpoint's weights, taken if there is
     any state.
     """
 
     usable: tuple[Fp8States, ...] = ()
     outdated: Fp8States | None = None
     notes: tuple[str, ...] = ()
-    of_weights: str | None = None
+    weights_digest: str | None = None
 
     @cached_property
     def current(self) -> Fp8States | None:
@@ -54,11 +54,11 @@ def known_state(
     recipe: DelayedScaling | None = None,
     *,
     drop: bool = False,
-    of_weights: str | None = None,
+    weights_digest: str | None = None,
 ) -> KnownState:
     """The known state of the FP8 `gemms` (`Plan.gemms`) of an open checkpoint, under `recipe` if given, else under the
-    checkpoint's own. `file` is that of --fp8-state; `drop` ignores the checkpoint's own state; `of_weights` is the
-    digest of the weights, if it has been taken.
+    checkpoint's own. `file` is that of --fp8-state; `drop` ignores the checkpoint's own state; `weights_digest` is
+    that of the weights, if it has been taken.
 
     Raises MappingError for state of another model, and as `sidecar.read` and `Reader.fp8`.
     """
@@ -67,7 +67,7 @@ def known_state(
         check_modules(own, gemms)
     if own is None and given is None:
         return KnownState()
-    digest = of_weights or digest_weights(reader)
+    digest = weights_digest or digest_weights(reader)
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
     if given and given.of_weights is None:  # the user says whose it is

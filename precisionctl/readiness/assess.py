@@ -24,7 +24,7 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
-    outdated = known.current is None or known.current.of_weights != known.of_weights
+    outdated = known.current is None or known.current.of_weights != known.weights_digest
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
     predicting = dict.fromkeys(job.module for job in jobs if job.row.of_prediction)
     of_computed = {module: statistics[module] for module in plan.gemms if module not in predicting}
