@@ -64,7 +64,7 @@ backend_option = click.option(
     "--data",
     type=DATA,
     help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, DIRECTORY:SPLIT, or hf://datasets/ORG/NAME:SPLIT. "
-    "Rows with `messages` mean SFT.",
+    "Rows with `messages` mean SFT; PATH#KEY names the key of their text.",
 )
 @click.option(
     "--out",
