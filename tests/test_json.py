@@ -206,7 +206,11 @@ def test_a_calibration_tells_what_it_recorded(printed: dict[str, list[dict[str, 
     (made,) = printed["calibrate"]
     assert Path(made["out"]).is_file() and (made["passes"], made["rows"], made["stopped"]) == (1, 1, None)
     layers = 2
-    assert made["recorded"] == {**dict.fromkeys(("input", "weight", "grad_output"), 4 * layers), "k": layers, "v": layers}
+    assert made["recorded"] == {
+        **dict.fromkeys(("input", "weight", "grad_output"), 4 * layers),
+        "k": layers,
+        "v": layers,
+    }
 
 
 def test_wrong_usage_is_an_object_too(printed: dict[str, list[dict[str, Any]]]) -> None:
