@@ -70,7 +70,8 @@ def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message
 HINTS: dict[str, dict[str, Any]] = {
     "no payloads of Transformer Engine": {"grouped_columns": "role"},
     "a config.json of its own.*Leave --architecture out": {"architecture": "llama"},
-    "of another model than the checkpoint's own config.json: norm_epsilon, vocab_size": {"reference": Path("other")},
+    "max-shard-size is for Hugging Face's files": {"max_shard_size": 10_000_000},
+    "of another model than the checkpoint's own config.json: rms_norm_eps, vocab_size": {"reference": Path("other")},
 }
 
 

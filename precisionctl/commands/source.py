@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from precisionctl.architectures.families import read_model
+from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.param_map import Naming
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
@@ -230,7 +230,8 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
         differing = ["config.json"]  # no table says which of its keys change nothing
     else:
-        differing = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        differing = [key_in(configs[0][0], field) for field in fields]
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
         raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")

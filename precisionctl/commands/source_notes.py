@@ -46,7 +46,7 @@ def source_notes(request: Request, source: Source) -> Iterator[str]:
         yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
     yield from left_behind_notes(reader, carried=source.trained is not None)
-    yield from _adapter_notes(reader)
+    yield from adapter_notes(reader)
     yield from _companion_notes(reader)
     if plan.target == "hf":
         yield from _missing_notes(reader)
@@ -170,7 +170,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"Older FP8 state of {of}, which the run did not record, stays behind."
 
 
-def _adapter_notes(reader: Reader) -> Iterator[str]:
+def adapter_notes(reader: Reader) -> Iterator[str]:
     """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
