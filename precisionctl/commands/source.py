@@ -23,7 +23,7 @@ from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
-from precisionctl.errors import DamagedCheckpoint, RecipeError, one_line
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
@@ -242,9 +242,11 @@ _REFERENCE = "--reference takes a Hugging Face directory of the same model: its 
 
 def _companions_of(reference: Path) -> Companions:
     """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
-    has none."""
+    has none, UnknownFormat for a file."""
     if (reference / "config.json").is_file():
         return read_companions(reference)
+    if reference.is_file() and reference.suffix != ".nemo":
+        raise UnknownFormat("the reference is a file", where=reference, do=_REFERENCE)
     companions = open_checkpoint(reference, wanted=_REFERENCE).companions
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)
