@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -109,12 +110,20 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
         with at(where):
             for entry in (CAUSAL, *architecture_of(model_type).config):
                 fields.update(entry.read(config, where))
-            return _shape(fields)
-    except DamagedCheckpoint as error:  # of a field of ModelShape: the file has another word for it
-        field, _, rest = error.what.partition(" ")
-        raise DamagedCheckpoint(f"{key_in(config, field)} {rest}", where=error.where, do=error.do) from error
+            with _in_words_of(config):
+                return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+@contextmanager
+def _in_words_of(config: Config) -> Iterator[None]:
+    """Let an error that begins with a field of ModelShape begin with the key that config.json has for it."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        field, _, rest = error.what.partition(" ")
+        raise DamagedCheckpoint(f"{key_in(config, field)} {rest}", where=error.where, do=error.do) from error
 
 
 def key_in(config: Config, field: str) -> str:

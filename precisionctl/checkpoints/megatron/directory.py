@@ -80,7 +80,10 @@ def model_of(
     return model
 
 
-TRUST_REFERENCE = "`convert --to megatron` with --reference and --trust-reference writes other arguments."
+TRUST_REFERENCE = (
+    "`convert SRC OUT --to megatron --reference HF_DIR --trust-reference` goes by HF_DIR's config.json, and writes the "
+    "arguments anew."
+)
 """What to do about arguments that a run was not trained by."""
 
 
