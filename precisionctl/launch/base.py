@@ -30,7 +30,7 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's environment variable for block scales that are not powers of two; no framework has a flag."""
 
 
-SAVED_TOKENIZER = "tokenizer"
+_SAVED_TOKENIZER = "tokenizer"
 """Where Megatron-Bridge keeps its tokenizer in an iteration (save_tokenizer_assets, training/checkpointing.py): as
 transformers saves it if it is transformers'; of others a file under a name that may be another thing there."""
 
@@ -130,10 +130,11 @@ class LaunchSource:
     @cached_property
     def tokenizer(self) -> Path | None:
         """A directory from which transformers can load a tokenizer; None if the checkpoint has none."""
-        saved = self.directory / SAVED_TOKENIZER
-        check_link(saved, self.directory)
-        transformers_own = [saved] if (saved / "tokenizer_config.json").is_file() else []
-        places = (self.directory, self.reader.companions.directory.absolute(), *transformers_own)
+        places = [self.directory, self.reader.companions.directory.absolute()]
+        if of_megatron(self.reader):
+            saved = self.directory / _SAVED_TOKENIZER
+            check_link(saved, self.directory)
+            places += [saved] if (saved / "tokenizer_config.json").is_file() else []
         return next((place for place in places if any(map(is_tokenizer, read_companions(place).files))), None)
 
     @cached_property
