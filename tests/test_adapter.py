@@ -242,7 +242,8 @@ def test_resume_trains_the_merged_model_and_whoever_forgets_the_base_is_told_so(
     assert "`resume`" in command_line.run(*command).stderr
     for setting in ("optimizer.lr=0", "train.steps=1", "train.batch_size=1", "data.sequence_length=32"):
         command += ("--set", setting)
-    assert command_line.run(*command, "--reference", tmp_path / "base").exit_code == 0
+    told = command_line.run(*command, "--reference", tmp_path / "base")
+    assert told.exit_code == 0 and "the adapter changes 1 and replaces 0" in told.stdout
     assert command_line.run("verify", made, tmp_path / "run", "--reference", tmp_path / "base").exit_code == 0
     assert command_line.run("verify", tmp_path / "base", tmp_path / "run").exit_code == 1
 

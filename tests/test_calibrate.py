@@ -96,6 +96,11 @@ def calibrated(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibra
     return calibrate(asked(place, tmp_path_factory.mktemp("made") / "state.safetensors"))
 
 
+def test_a_file_of_state_has_no_iterations(calibrated: Calibrated) -> None:
+    refused = CliRunner().invoke(main, ["inspect", str(calibrated.out), "--iteration", "3"])
+    assert refused.exit_code == 2 and "CHECKPOINT is a file of FP8 state" in refused.output
+
+
 def test_every_gemm_has_a_row_for_each_pass_and_keys_and_values_too(calibrated: Calibrated) -> None:
     states = sidecar.read(calibrated.out)
     caches = [f"decoder.layers.{layer}.self_attention.core_attention" for layer in (0, 1)]

@@ -70,7 +70,8 @@ def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message
 HINTS: dict[str, dict[str, Any]] = {
     "no payloads of Transformer Engine": {"grouped_columns": "role"},
     "a config.json of its own.*Leave --architecture out": {"architecture": "llama"},
-    "of another model than the checkpoint's own config.json: norm_epsilon, vocab_size": {"reference": Path("other")},
+    "max-shard-size is for Hugging Face's files": {"max_shard_size": 10_000_000},
+    "of another model than the checkpoint's own config.json: rms_norm_eps, vocab_size": {"reference": Path("other")},
 }
 
 
@@ -151,10 +152,13 @@ def test_a_reference_without_a_config_or_of_another_model_is_refused(tmp_path: P
     plan_command(Request(tmp_path / "megatron", tmp_path / "out", "hf", reference=tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("there", ["a tokenizer", "nothing"])
+@pytest.mark.parametrize("there", ["a tokenizer", "nothing", "a file"])
 def test_a_reference_that_is_no_checkpoint_is_answered_with_what_a_reference_is(tmp_path: Path, there: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    (tmp_path / "reference").mkdir()
+    if there == "a file":
+        (tmp_path / "reference").write_text("{}")
+    else:
+        (tmp_path / "reference").mkdir()
     if there == "a tokenizer":
         (tmp_path / "reference" / "tokenizer.json").write_text("{}")
     with pytest.raises(UnknownFormat, match="--reference takes a Hugging Face directory .* config.json") as error:

@@ -14,7 +14,7 @@ from command_line import run
 from conversations import CONVERSATION, MARKING_TEMPLATE, tokenizer, write_rows
 from transformers import AutoTokenizer
 
-from precisionctl.errors import DataError, OutputError
+from precisionctl.errors import DataError, OutputError, UnknownFormat
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import corpus, load_rows, tokenize
 from precisionctl.trainer.data.corpus import Corpus, make_corpus
@@ -125,6 +125,12 @@ def test_a_killed_command_goes_on_and_makes_the_same_bytes(
     made(place, "parts")
     assert bytes_of(place, "parts") == bytes_of(place, "whole") and not (place / "parts.partial").exists()
     assert after < 9 or 99 - left.calls < 7  # of 14 batches
+
+
+def test_a_folder_without_a_tokenizer_is_answered_with_what_has_one(place: Path) -> None:
+    (place / "nothing").mkdir()
+    with pytest.raises(UnknownFormat, match="--tokenizer takes a checkpoint, or a directory with"):
+        make_corpus(source_of(place / "texts.jsonl"), place / "never", place / "nothing", 1)
 
 
 def test_a_tokenizer_alone_may_be_gpt_2s_two_files(place: Path) -> None:

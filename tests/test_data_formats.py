@@ -64,6 +64,40 @@ def test_a_rows_keys_say_what_it_is(row: dict[str, Any], expected: object) -> No
     assert sample(row) == expected
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "folder"])
+def test_a_path_names_the_key_of_its_text(tmp_path: Path, name: str) -> None:
+    def write(path: Path, key: str) -> Path:
+        rows = [{key: text, "text" if key != "text" else "id": "c c c"} for text in ("a b", "b", "d")]
+        (path / name).parent.mkdir(exist_ok=True)
+        if name == "folder":
+            (path / name).mkdir()
+            write_rows(path / name / "x.jsonl", rows)
+        elif name == "rows.json":
+            (path / name).write_text(json.dumps(rows))
+        else:
+            write_rows(path / name, rows)
+        return path / name
+
+    plain, other = write(tmp_path / "plain", "text"), write(tmp_path / "other", "content")
+    expected = load_rows(plain, tokenizer(), 4, cache=tmp_path / "tokens")
+    found = load_rows(f"{other}#content", tokenizer(), 4, cache=tmp_path / "tokens")
+    assert read(found.tokens.tolist()) == "a b <eos> b <eos> d <eos>" and found.fingerprint == expected.fingerprint
+    # the same files by another key are not the tokens that were kept
+    assert load_rows(other, tokenizer(), 4, cache=tmp_path / "tokens").fingerprint != expected.fingerprint
+    with pytest.raises(DataError, match=r"a row without `body`: it has `content`, `text` \(.*(line|entry) 1\)"):
+        load_rows(f"{other}#body", tokenizer(), 4)
+    with pytest.raises(DataError, match="no such file or directory"):
+        load_rows(f"{tmp_path}/none#content", tokenizer(), 4)
+
+
+def test_a_name_with_a_hash_is_a_path_if_it_is_there(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "c#text", [])
+    path.write_text("a b c d")
+    assert read(load_rows(path, tokenizer(), 4).tokens.tolist()) == "a b c d <eos>"
+    with pytest.raises(DataError, match="`id` is not a string: 3"):
+        load_rows(f"{write_rows(tmp_path / 'x.jsonl', [{'id': 3}])}#id", tokenizer(), 4)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

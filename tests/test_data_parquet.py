@@ -42,6 +42,18 @@ def test_rows_of_many_row_groups_are_all_there_and_numbered_and_other_columns_ar
     assert found[999].where == f"{path}, row 1000"
 
 
+def test_text_in_another_column_is_read_where_the_path_names_it_and_no_other_column(tmp_path: Path) -> None:
+    rows = [{"text": "c", "content": "a b", "messages": None, "id": 1}] * 3
+    path = write(tmp_path / "x.parquet", rows)
+    assert read(load_rows(f"{path}#content", tokenizer(), 4).tokens.tolist()) == " ".join(["a b <eos>"] * 3)
+    assert [record.row for record in records([path], "content")] == [{"content": "a b"}] * 3
+    with pytest.raises(DataError, match="a row without `body`: it has `text`, `content`, `id`"):
+        load_rows(f"{path}#body", tokenizer(), 4)
+    other = write(tmp_path / "y.parquet", [{"prompt": "a", "content": "a b"}])
+    with pytest.raises(DataError, match=r"it has `prompt`, `content` .*PATH#KEY"):
+        load_rows(other, tokenizer(), 4)
+
+
 def test_a_key_that_another_message_has_is_not_one_of_this(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "f"}]
     (found,) = records([write(tmp_path / "x.parquet", [{"messages": messages}])])

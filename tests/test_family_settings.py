@@ -31,7 +31,7 @@ def test_trinity_without_a_window_has_no_layers_in_one() -> None:
 def test_a_family_of_experts_has_some(family: str, key: str) -> None:
     """Also where all layers are dense: what it writes says how many there are."""
     said = {name: value for name, value in config(family).items() if name != "num_local_experts"}
-    with pytest.raises(DamagedCheckpoint, match="num_experts is 0, not a size"):
+    with pytest.raises(DamagedCheckpoint, match=f"{key} is 0, not a size"):
         from_hf_config(said | {key: 0, "mlp_layer_types": ["dense"] * 3})
 
 

@@ -1,6 +1,7 @@
 """A run of another trainer goes on in ours as it would have gone on where it was."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: P
     assert "not carried over from the run: the schedule of learning rates, whose kind is not stored, " in said
     saved: Any = open_checkpoint(finished.checkpoint)
     assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3
+
+
+def test_a_run_that_goes_on_in_its_folder_says_nothing_of_what_only_its_beginning_can_skip(tmp_path: Path) -> None:
+    made = training.settings(
+        of_hf_trainer(tmp_path / "checkpoint-7"),
+        training.make_text(tmp_path / "text.txt"),
+        tmp_path / "out",
+        train__steps=10,
+        train__save_every=1,
+    )
+    shutil.rmtree(training.run(made)[1].checkpoint)
+    started, _, _ = training.run(made)
+    assert (started.continues, started.step) == (True, 9)
+    said = "\n".join(beginning(started))
+    assert "learning rates: the recipe's cosine" in said and "--skip" not in said and "not carried over" not in said
 
 
 def test_an_optimizer_that_a_run_cannot_go_on_from_is_refused_until_it_is_left_behind(tmp_path: Path) -> None:

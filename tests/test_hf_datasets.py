@@ -116,6 +116,8 @@ def rows_of(data: str | Path, cache: Path | None = None) -> Rows:
         ("datasets/org/words", "test", TEXTS[:10]),
         ("datasets/org/words", "chats:train", CHATS),
         ("saved", "test", TEXTS[:10]),
+        ("saved", "test#url", [{"text": "x"}] * 10),
+        ("datasets/org/words", "train#url", [{"text": "x"}] * 40),
     ],
 )
 def test_a_split_of_a_directory_is_what_a_file_with_its_rows_is(
@@ -123,6 +125,12 @@ def test_a_split_of_a_directory_is_what_a_file_with_its_rows_is(
 ) -> None:
     expected = rows_of(write_rows(tmp_path / "rows.jsonl", rows))
     assert rows_of(f"{hub.folder / place}:{split}").fingerprint == expected.fingerprint
+
+
+def test_rows_of_the_hub_without_a_known_key_are_said_with_those_that_they_have(client: LocalHub) -> None:
+    assert rows_of(f"{NAME}:test#url").fingerprint != rows_of(f"{NAME}:test").fingerprint
+    with pytest.raises(DataError, match="a row without `body`: it has `text`, `url`"):
+        rows_of(f"{NAME}:test#body")
 
 
 def test_a_run_that_goes_on_has_the_commit_of_its_beginning_and_asks_the_hub_nothing(

@@ -191,14 +191,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "sizes that are none": (lambda d: edit_config(d, num_attention_heads=0), "heads"),
     "a size that is a word": (
         lambda d: edit_config(d, num_hidden_layers="two"),
-        "layers is 'two', not a size",
+        "^num_hidden_layers is 'two', not a size",
     ),
     "groups that do not divide": (
         lambda d: edit_config(d, num_key_value_heads=3),
         r"4 heads in 3 query groups \(.*config\.json\)",
     ),
     "a vocabulary of terabytes": (lambda d: edit_config(d, vocab_size=10**13), "vocab_size is 10000000000000"),
-    "a number that is a word": (lambda d: edit_config(d, rms_norm_eps="abc"), "norm_epsilon is 'abc'"),
+    "a width under its own key": (lambda d: edit_config(d, intermediate_size=0), "^intermediate_size is 0, not a size"),
+    "a number that is a word": (lambda d: edit_config(d, rms_norm_eps="abc"), "rms_norm_eps is 'abc'"),
     "a base that is a word": (lambda d: edit_config(d, rope_parameters=None, rope_theta="abc"), "rope_theta is 'abc'"),
     "a base that is none": (
         lambda d: edit_config(d, rope_parameters={"rope_theta": float("nan")}),

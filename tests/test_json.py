@@ -50,6 +50,15 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             "--set",
             "data.sequence_length=16",
         ],
+        [
+            *("resume", hf, "--precision", "fp8", "--data", here / "text.txt", "--out", here / "run"),
+            *("--set", "data.sequence_length=16", "--set", "train.steps=2", "--set", "train.warmup_passes=1"),
+            *("--set", "train.batch_size=2", "--set", "train.micro_batch_size=2"),
+        ],
+        [
+            *("calibrate", hf, "--data", here / "text.txt", "--out", here / "state.safetensors"),
+            *("--passes", 1, "--sequence-length", 16),
+        ],
         ["inspect", hf],
         ["inspect", megatron, "--fp8", "--workers", 1],
         ["inspect", served],
@@ -65,7 +74,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ["inspect", here / "a"],
         ["convert", hf, "--to", "nowhere"],
         ["--debgu", "inspect", hf],
-        ["resume", hf, "--precision", "fp8", "--data", here / "text.txt"],
+        ["resume", hf, "--precision", "fp4", "--data", here / "text.txt"],
     ]
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
@@ -176,13 +185,32 @@ def test_a_gate_tells_its_verdict_and_its_limit(printed: dict[str, list[dict[str
 
 
 def test_a_dry_run_of_training_has_the_numbers_of_its_lines(printed: dict[str, list[dict[str, Any]]]) -> None:
-    (planned,) = printed["resume"]
+    planned, _ = printed["resume"]
     inspected = printed["inspect"][0]
     assert planned["parameters"] == inspected["parameters"] and planned["tokens"] == 32 * 16
     assert planned["memory"]["total"] == sum(planned["memory"]["parts"].values()) > 0
     assert planned["memory"]["fits"] == (planned["memory"]["total"] <= planned["memory"]["free"])
     assert (planned["step"], planned["steps"], planned["load"]) == (0, 1000, "weights")
     assert planned["notes"][0].startswith("learning rates: ")
+
+
+def test_a_run_tells_where_it_ended_and_what_its_metrics_have(printed: dict[str, list[dict[str, Any]]]) -> None:
+    _, ran = printed["resume"]
+    metrics = [json.loads(line) for line in (Path(ran["out"]) / "metrics.jsonl").read_text().splitlines()]
+    assert (ran["step"], ran["last_step"], ran["steps"]) == (0, metrics[-1]["step"], 2)
+    assert ran["loss"] == metrics[-1]["loss"] and (ran["stopped"], ran["kept"]) == (None, None)
+    assert Path(ran["checkpoint"]).is_dir() and ran["fp8"]["warm-up"]["input"] == 8
+
+
+def test_a_calibration_tells_what_it_recorded(printed: dict[str, list[dict[str, Any]]]) -> None:
+    (made,) = printed["calibrate"]
+    assert Path(made["out"]).is_file() and (made["passes"], made["rows"], made["stopped"]) == (1, 1, None)
+    layers = 2
+    assert made["recorded"] == {
+        **dict.fromkeys(("input", "weight", "grad_output"), 4 * layers),
+        "k": layers,
+        "v": layers,
+    }
 
 
 def test_wrong_usage_is_an_object_too(printed: dict[str, list[dict[str, Any]]]) -> None:

@@ -335,8 +335,16 @@ def test_nemo_imports_hugging_face_s_directories_and_is_told_what_it_cannot_open
     found = launch(place / "hf", "nemo")
     compile(found.config, "nemo", "exec")
     assert f"hf://{place / 'hf'}" in found.config and "fp8_amax_history_len=4" in found.config
+    assert "MODEL, an llm.LlamaModel with the config of its size" in found.yours
     with pytest.raises(CheckpointError, match="--framework megatron-bridge"):
         launch(place / "fp8", "nemo")
+
+
+def test_a_family_that_nemo_does_not_import_is_refused_with_those_that_it_does(tmp_path: Path) -> None:
+    """Its importers are of classes of these names in NeMo 2.7.3 (collections/llm/gpt/model)."""
+    save(tmp_path / "hf", "gpt2", dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="NeMo 2 imports no gpt2.*llama.*--framework megatron-bridge"):
+        launch(tmp_path / "hf", "nemo")
 
 
 def test_accelerate_takes_the_recipe_and_hugging_face_s_directories_alone(place: Path) -> None:
@@ -381,6 +389,28 @@ def test_a_tokenizer_is_one_without_a_file_of_that_name(tmp_path: Path) -> None:
     execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")))
     read = parse("core_v0.19.0", flags_of(launch(tmp_path / "megatron", "megatron-lm")))
     assert AutoTokenizer.from_pretrained(read.tokenizer_model).encode("aba") == [2, 0]
+
+
+def test_the_tokenizer_that_bridge_saves_beside_weights_is_used_if_it_is_transformers_own(
+    place: Path, tmp_path: Path
+) -> None:
+    execute(plan_command(Request(place / "hf", tmp_path / "run", "megatron")))
+    directory = tmp_path / "run/release"
+    kept = directory / "precisionctl/hf"
+    tokenizer = AutoTokenizer.from_pretrained(kept)
+    for file in [*kept.glob("*token*"), *kept.glob("*.jinja")]:
+        file.unlink()
+    assert "tokenizer_model" not in launch(tmp_path / "run", "megatron-bridge").config
+    tokenizer.save_pretrained(directory / "tokenizer")
+    saved = str(directory / "tokenizer")
+    assert parse("core_v0.19.0", flags_of(launch(tmp_path / "run", "megatron-lm"))).tokenizer_model == saved
+    assert set_by(launch(tmp_path / "run", "megatron-bridge").config)["cfg.tokenizer.tokenizer_model"] == saved
+    (directory / "tokenizer/tokenizer_config.json").unlink()  # as of Bridge's TikTokenizer
+    assert "tokenizer_model" not in launch(tmp_path / "run", "megatron-bridge").config
+    shutil.move(saved, tmp_path / "elsewhere")
+    (directory / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="leads out of the directory"):
+        launch(tmp_path / "run", "megatron-bridge")
 
 
 def test_the_command_prints_what_a_shell_takes_and_json(place: Path) -> None:

@@ -74,7 +74,7 @@ def test_layers_that_are_numbered_are_those_with_attention(said: dict[str, Any])
         ("lfm2", {"layer_types": ["short_conv"] * 3}, UnknownArchitecture, "layers of type 'short_conv'"),
         ("lfm2", {"conv_dim": 128}, DamagedCheckpoint, "conv_dim is 128 and hidden_size, which is the same, 64"),
         ("lfm2", {"block_ffn_dim_multiplier": None}, DamagedCheckpoint, "block_ffn_dim_multiplier"),
-        ("lfm2", {"conv_L_cache": 0}, DamagedCheckpoint, "kernel_dim"),
+        ("lfm2", {"conv_L_cache": 0}, DamagedCheckpoint, "^conv_L_cache is 0, not a size"),
         ("lfm2-moe", {"layer_types": None}, DamagedCheckpoint, "no `layer_types`"),
     ],
     ids=str,

@@ -230,6 +230,8 @@ def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_name
     assert TorchDistReader(tmp_path / "iter_0000005").iteration == 5
     with pytest.raises(CheckpointError, match="Complete ones: iter_0000005, iter_0000010"):
         TorchDistReader(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="Leave --iteration out: there is only this one"):
+        TorchDistReader(tmp_path / "iter_0000005", 7)
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(CheckpointError, match="Name another iteration"):
         TorchDistReader(tmp_path)
@@ -238,6 +240,8 @@ def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_name
 def test_a_release_belongs_to_no_iteration(tmp_path):
     write(tmp_path / keys.directory_name(None), values(specs()))
     keys.write_tracker(tmp_path, None)
+    with pytest.raises(CheckpointError, match="Leave --iteration out: there is only release"):
+        TorchDistReader(tmp_path, 7)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert TorchDistReader(tmp_path).iteration is None
 

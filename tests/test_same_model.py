@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import pico
 import pytest
 import torch
 import yaml
+from conversions import assert_same_tensors, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
@@ -26,7 +27,14 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionctlError, RecipeError, UnknownArchitecture, shown
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    PrecisionctlError,
+    RecipeError,
+    ShapeMismatch,
+    UnknownArchitecture,
+    shown,
+)
 from precisionctl.launch.frameworks import launch
 from precisionctl.model_fields import LinearGate
 from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
@@ -103,6 +111,83 @@ def test_arguments_that_contradict_the_config_are_refused(
     torch.save(state, common)
     with pytest.raises(PrecisionctlError, match="contradicts the arguments of Megatron"):
         plan_command(conversion)
+
+
+def _with_arguments(converted: Path, source: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the Llama in Megatron's layout without config.json, and with other arguments."""
+    shutil.copytree(converted / "megatron", source)
+    shutil.rmtree(source / "release/precisionctl")
+    common = source / "release/common.pt"
+    state = torch.load(common, weights_only=False)
+    change(vars(state["args"]))
+    torch.save(state, common)
+    return source
+
+
+WITHOUT_WORDS = ("clamp", "linear offset", "softmax type", "softmax scale")
+"""Those whose arguments are said only of a model that has such a thing, so that nothing takes them back."""
+
+TRUSTED = [*(way for way in CONTRADICTIONS if way not in WITHOUT_WORDS), "a wrong shape", "no epsilon", "no sizes"]
+
+
+@pytest.mark.parametrize("way", TRUSTED)
+def test_a_trusted_reference_is_taken_where_the_arguments_say_otherwise(
+    converted: Path, tmp_path: Path, way: str
+) -> None:
+    missing = {"no epsilon": ("norm_epsilon", "layernorm_epsilon"), "no sizes": ("ffn_hidden_size", "num_layers")}
+    changed = CONTRADICTIONS | {"a wrong shape": {"ffn_hidden_size": 40}}
+
+    def change(args: dict[str, Any]) -> None:
+        args.update(changed.get(way, {}))
+        for name in missing.get(way, ()):
+            del args[name]
+
+    source = _with_arguments(converted, tmp_path / "megatron", change)
+    with pytest.raises(PrecisionctlError, match="trust-reference|Is the file whole"):
+        plan_command(Request(source, tmp_path / "out", "hf", reference=converted / "hf"))
+    trusting = {"reference": converted / "hf", "trust_reference": True}
+    told = " ".join(run(source, tmp_path / "hf", "hf", **trusting).notes)
+    assert "The reference is taken where Megatron's arguments say otherwise" in told
+    assert_same_tensors(converted / "hf", tmp_path / "hf")
+    run(source, tmp_path / "mended", "megatron", **trusting)
+    run(tmp_path / "mended", tmp_path / "again", "hf")  # the arguments that are written agree with it
+    assert_same_tensors(converted / "hf", tmp_path / "again")
+
+
+@pytest.mark.parametrize("way", WITHOUT_WORDS)
+def test_arguments_that_nothing_takes_back_are_refused_beside_a_trusted_reference_too(
+    converted: Path, tmp_path: Path, way: str
+) -> None:
+    source = _with_arguments(converted, tmp_path / "megatron", lambda args: args.update(CONTRADICTIONS[way]))
+    with pytest.raises(DamagedCheckpoint, match="trust-reference does not help"):
+        plan_command(Request(source, tmp_path / "out", "hf", reference=converted / "hf", trust_reference=True))
+
+
+def test_a_trusted_reference_must_fit_the_tensors_and_needs_arguments_to_overrule(
+    converted: Path, tmp_path: Path
+) -> None:
+    pico.save(tmp_path / "wide", "llama-2", dtype=torch.bfloat16, intermediate_size=160)
+    source = _with_arguments(converted, tmp_path / "megatron", lambda args: None)
+    with pytest.raises(ShapeMismatch, match="the model's sizes say"):
+        plan_command(Request(source, tmp_path / "out", "hf", reference=tmp_path / "wide", trust_reference=True))
+    with pytest.raises(RecipeError, match="no reference"):
+        Request(source, tmp_path / "out", "hf", trust_reference=True)
+    with pytest.raises(RecipeError, match="for a checkpoint with Megatron's arguments"):
+        plan_command(
+            Request(converted / "hf", tmp_path / "out", "hf", reference=converted / "hf", trust_reference=True)
+        )
+
+
+def test_a_broken_reference_and_missing_arguments_are_said_to_be_that(converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / "hf", tmp_path / "broken")
+    config = json.loads((tmp_path / "broken/config.json").read_text())
+    (tmp_path / "broken/config.json").write_text(json.dumps({**config, "hidden_size": None}))
+    source = _with_arguments(converted, tmp_path / "megatron", lambda args: None)
+    with pytest.raises(DamagedCheckpoint, match=r"^no `hidden_size` \(\S*/broken/config.json\)"):
+        plan_command(Request(source, tmp_path / "out", "hf", reference=tmp_path / "broken"))
+    source = _with_arguments(converted, tmp_path / "lacking", lambda args: args.pop("num_layers"))
+    with pytest.raises(DamagedCheckpoint, match=r"^no `num_layers` among Megatron.s arguments \(\S*/lacking/release\)"):
+        plan_command(Request(source, tmp_path / "out", "hf", reference=converted / "hf"))
 
 
 READ: dict[str, tuple[Any, ...]] = {

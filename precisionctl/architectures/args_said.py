@@ -41,7 +41,8 @@ def check_kinds(args: Mapping[str, Any]) -> None:
 def needed(args: Mapping[str, Any], name: str, where: object) -> Any:
     """An argument that every run has. Raises DamagedCheckpoint where it is not there."""
     if name not in args:
-        raise DamagedCheckpoint(f"no `{name}`", where=where, do="Is the file whole?")
+        do = "Is the file whole? `convert` with --reference and --trust-reference takes it from a config.json."
+        raise DamagedCheckpoint(f"no `{name}` among Megatron's arguments", where=where, do=do)
     return args[name]
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from precisionctl import architectures
-from precisionctl.architectures.config_keys import CAUSAL, Config
+from precisionctl.architectures.config_keys import CAUSAL, Config, Key
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
@@ -109,9 +110,31 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
         with at(where):
             for entry in (CAUSAL, *architecture_of(model_type).config):
                 fields.update(entry.read(config, where))
-            return _shape(fields)
+            with _in_words_of(config):
+                return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+@contextmanager
+def _in_words_of(config: Config) -> Iterator[None]:
+    """Let an error that begins with a field of ModelShape begin with the key that config.json has for it."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        field, _, rest = error.what.partition(" ")
+        raise DamagedCheckpoint(f"{key_in(config, field)} {rest}", where=error.where, do=error.do) from error
+
+
+def key_in(config: Config, field: str) -> str:
+    """The key under which a config.json says a field of ModelShape, or of a part of it; the field itself where it is
+    under no single key, or is not said."""
+    text = text_config(config, "") if is_wrapper(config) else config
+    table = supported().get(str(text.get("model_type")))
+    for entry in table.config if table else ():
+        if isinstance(entry, Key) and field in (entry.field, entry.field.rpartition(".")[2]):
+            return next((key for key in entry.keys if key in text), field)
+    return field
 
 
 def _in_wrapper(config: Config, where: object) -> ModelShape:

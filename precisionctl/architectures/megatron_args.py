@@ -75,6 +75,10 @@ MEGATRON_ONLY = (
 """Fields of ModelShape that no config.json says: padding, which biases are there, how norms are stored."""
 
 
+_ONLY_ARGS = (*MEGATRON_ONLY, "layernorm_zero_centered_gamma", "apply_layernorm_1p")
+"""The arguments that say those."""
+
+
 def to_megatron_args(model: ModelShape) -> dict[str, Any]:
     """The arguments of a model, for Megatron-LM of any version.
 
@@ -184,6 +188,12 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
 def as_in_megatron(model: ModelShape) -> ModelShape:
     """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments."""
     return read_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
+
+
+def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
+    """Arguments with what a config.json, which describes this model, says in place of what they say; what no
+    config.json says (MEGATRON_ONLY) stays."""
+    return {**args, **{name: value for name, value in to_megatron_args(model).items() if name not in _ONLY_ARGS}}
 
 
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:

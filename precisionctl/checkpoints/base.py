@@ -109,7 +109,8 @@ class Hints:
 
     `family` is the family of a Megatron checkpoint without a config.json. `reference` is the directory that
     `--reference` names: the same model, or an adapter's base; `companions` are its companion files, and `towers` its
-    towers if it is a wrapper. `grouped_columns` is the order of columns in the FP8 state of grouped linears.
+    towers if it is a wrapper; `trusted` says that its config.json is right where Megatron's arguments say otherwise.
+    `grouped_columns` is the order of columns in the FP8 state of grouped linears.
     """
 
     family: str | None = None
@@ -117,6 +118,7 @@ class Hints:
     grouped_columns: ColumnOrder | None = None
     reference: Path | None = None
     towers: Chunked | None = None
+    trusted: bool = False
 
 
 NO_HINTS = Hints()

@@ -83,6 +83,9 @@ def inspect(
     from precisionctl.reports import inspect as report
 
     if not fp8 and sidecar.is_sidecar(checkpoint):
+        if iteration is not None or grouped_columns:
+            what = "CHECKPOINT is a file of FP8 state: --iteration and --grouped-columns are for checkpoints."
+            raise click.UsageError(what)
         description = report.describe_state(sidecar.read(checkpoint), checkpoint)
     else:
         reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))

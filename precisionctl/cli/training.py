@@ -64,7 +64,7 @@ backend_option = click.option(
     "--data",
     type=DATA,
     help="Text, JSONL, JSON, parquet, a folder, Megatron's .bin, DIRECTORY:SPLIT, or hf://datasets/ORG/NAME:SPLIT. "
-    "Rows with `messages` mean SFT.",
+    "Rows with `messages` mean SFT; PATH#KEY names the key of their text.",
 )
 @click.option(
     "--out",
@@ -120,8 +120,6 @@ def resume(
     The same command continues a run that was stopped. FP8 starts from --fp8-state, else from the state in CHECKPOINT,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
-    if json_wanted and not dry_run:
-        raise click.UsageError("--json is for --dry-run. A run's numbers are in its metrics.jsonl.")
     from precisionctl import console
     from precisionctl.mcore import train_in_core
     from precisionctl.reports import run as report
@@ -140,20 +138,29 @@ def resume(
         elif dry.on_first_rank:
             console.show_lines(report.dry_run(dry))
         return
+    begun: trainer.Started | None = None  # the last one, if the guard rolled the run back
+    last: StepMetrics | None = None
     with kept_when_stopped(), console.RunView() as view:
 
         def on_start(started: trainer.Started) -> None:
-            console.show_lines(report.beginning(started))
+            nonlocal begun
+            begun = started
+            if not json_wanted:
+                console.show_lines(report.beginning(started))
             view.start(report.precision(started), started.recipe.train.steps)
 
         def on_step(step: StepMetrics) -> None:
+            nonlocal last
+            last = step
             view.step(step)
             for line in report.warnings(step):
                 view.say(line)
 
         train = train_in_core.resume if in_core else trainer.resume
         finished = train(settings, on_start, on_step, view.tokenized)
-    if finished.on_first_rank:
+    if begun and json_wanted:
+        print_json(report.result_json(begun, finished, last))
+    elif finished.on_first_rank:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)
 
@@ -200,11 +207,13 @@ def resume(
 @backend_option
 @iteration_option
 @megatron_fp8_options
+@json_option
 def calibrate(
     overrides: tuple[str, ...],
     megatron: tuple[str, ...],
     sequence_length: int | None,
     batch_size: int | None,
+    json_wanted: bool,
     **what: Any,
 ) -> None:
     """Record the FP8 state that CHECKPOINT lacks, by BF16 passes over data, into a file.
@@ -221,7 +230,9 @@ def calibrate(
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
     with kept_when_stopped(), console.rows_progress("calibrating") as on_pass:
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
-    if made.on_first_rank:
+    if made.on_first_rank and json_wanted:
+        print_json(report.calibrated_json(made))
+    elif made.on_first_rank:
         console.show_lines(report.calibrated(made))
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 

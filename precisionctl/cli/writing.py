@@ -57,7 +57,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
         "Parallel sizes": [
             *("--tp", "--pp", "--vpp", "--first-stage-layers", "--last-stage-layers", "--ep", "--etp"),
         ],
-        "Input": ["--architecture", "--reference", "--iteration"],
+        "Input": ["--architecture", "--reference", "--trust-reference", "--iteration"],
         "Execution": _CARRYING_OUT,
     },
 )
@@ -100,6 +100,11 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 @click.option("--drop-optimizer", is_flag=True, help="Leave out the optimizer and its schedule.")
 @architecture_option
 @reference_option
+@click.option(
+    "--trust-reference",
+    is_flag=True,
+    help="Take what --reference says where Megatron's arguments in SOURCE say otherwise. Shapes must fit it.",
+)
 @max_shard_size_option
 @iteration_option
 @megatron_fp8_options

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.dcp_writer import DcpWriter, TorchtitanWriter
 from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
-from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.megatron.carried_run import (
     NO_RUN,
     ONLY_MEGATRONS,
@@ -30,7 +30,7 @@ from precisionctl.checkpoints.trainer_run import TrainerRun, of_trainer
 from precisionctl.commands.request import DCP, DEEPSPEED, TORCHTITAN, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.command import MakeStates, PlannedCommand
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
@@ -109,8 +109,12 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
 
 def _writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
     """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
-    else a release."""
+    else a release. Raises RecipeError for a size of shards where there are none."""
     plan, card, companions = result.plan, result.card, source.reader.companions
+    in_shards = not request.is_state_dict if request.to == "hf" else plan.model.wrapper is not None
+    if request.max_shard_size != MAX_SHARD_SIZE and not in_shards:
+        what = "--max-shard-size is for Hugging Face's files and for towers, and this result has neither"
+        raise RecipeError(what, do="Leave --max-shard-size out.")
     # of a wrapper its text model's; a wrapper always has a config.json of its own too, and an untabled model that alone
     made = not isinstance(plan.model, UntabledModel)
     config = to_hf_config(plan.model, config_dtype(plan.targets)) if made else {}

@@ -85,7 +85,8 @@ class Request:
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
-    used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. `te_version` is the
+    used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. With
+    `trust_reference` its config.json is right where Megatron's arguments contradict it. `te_version` is the
     version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of experts that are
     read, if it cannot be inferred.
 
@@ -111,6 +112,7 @@ class Request:
     drop_optimizer: bool = False
     architecture: str | None = None
     reference: Path | None = None
+    trust_reference: bool = False
     te_version: TeVersion = 2
     grouped_columns: ColumnOrder | None = None
     target: str | None = None
@@ -153,6 +155,8 @@ class Request:
             )
         if self.architecture is not None and self.reference is not None:
             raise RecipeError("--reference and --architecture both name the family", do="Leave --architecture out.")
+        if self.trust_reference and self.reference is None:
+            raise RecipeError("--trust-reference, and no reference", do="Give --reference too.")
         if self.recipe is not None and self.precision != "fp8":
             raise RecipeError(
                 "--recipe says how FP8 is made, but the result is not FP8",

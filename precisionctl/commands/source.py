@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from precisionctl.architectures.families import read_model
+from precisionctl.architectures.families import key_in, read_model
 from precisionctl.architectures.param_map import Naming
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions, Hints, Reader
@@ -13,6 +13,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.huggingface_files import file_format_of
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
@@ -22,7 +23,7 @@ from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
-from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
@@ -88,7 +89,12 @@ def open_source(request: Request) -> Source:
     `make_plan`.
     """
     reader = open_hinted(
-        request.source, request.iteration, request.architecture, request.reference, request.grouped_columns
+        request.source,
+        request.iteration,
+        request.architecture,
+        request.reference,
+        request.grouped_columns,
+        trusted=request.trust_reference,
     )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
@@ -163,13 +169,20 @@ def open_hinted(
     architecture: str | None,
     reference: Path | None,
     order: ColumnOrder | None,
+    *,
+    trusted: bool = False,
 ) -> Reader:
     """Open a checkpoint with what the user says about it: fields of a Request. Of a reference it uses what `needed`
-    says. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does not need, and as
-    `open_checkpoint`."""
+    says. Raises RecipeError for hints that contradict the checkpoint and for other hints that it does not need,
+    DamagedCheckpoint for a reference whose config.json describes no model, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
+    if companions:  # one that is broken is not taken for one of another model
+        read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
     towers = _towers_of(reference, companions) if reference and companions else None
-    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers))
+    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference, towers, trusted))
+    if trusted and not (of_megatron(reader) and reader.args):
+        what = "--trust-reference is for a checkpoint with Megatron's arguments, and this has none"
+        raise RecipeError(what, where=path, do="Leave --trust-reference out.")
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     own = reader.own_companions
@@ -197,10 +210,12 @@ def open_hinted(
         try:
             _ = reader.model
         except DamagedCheckpoint as error:
+            if trusted or companions is None or error.where not in ("", one_line(str(companions.config_path))):
+                raise  # what is wrong is in the checkpoint's own files
             what = f"the reference is of another model: {error.what}"
             do = "Give another one."
             if of_megatron(reader):
-                do += " Or does the checkpoint store other arguments than it trained by? Then save it again."
+                do += f" Or does the checkpoint store other arguments than it trained by? {TRUST_REFERENCE}"
             raise RecipeError(what, where=reference, do=do) from error
     return reader
 
@@ -215,7 +230,8 @@ def _check_same_model(reader: Reader, companions: Companions, reference: Path | 
     if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
         differing = ["config.json"]  # no table says which of its keys change nothing
     else:
-        differing = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+        differing = [key_in(configs[0][0], field) for field in fields]
     if differing:
         what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
         raise RecipeError(what, where=reference, do="Leave --reference out, or give another one.")
@@ -226,9 +242,11 @@ _REFERENCE = "--reference takes a Hugging Face directory of the same model: its 
 
 def _companions_of(reference: Path) -> Companions:
     """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
-    has none."""
+    has none, UnknownFormat for a file."""
     if (reference / "config.json").is_file():
         return read_companions(reference)
+    if reference.is_file() and reference.suffix != ".nemo":
+        raise UnknownFormat("the reference is a file", where=reference, do=_REFERENCE)
     companions = open_checkpoint(reference, wanted=_REFERENCE).companions
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from precisionctl.architectures.expert_args import CAPACITY
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
-from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import is_tokenizer
@@ -13,12 +13,13 @@ from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.deepspeed.reader import directory_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import contradictions
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import of_trainer
 from precisionctl.commands.request import Request
 from precisionctl.commands.source import Source
-from precisionctl.errors import CheckpointError, shown
+from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout
@@ -41,9 +42,11 @@ def source_notes(request: Request, source: Source) -> Iterator[str]:
     yield from family_notes(reader, plan.model, plan.target, named=request.architecture is not None)
     if plan.target == "hf":
         yield from vocabulary_notes(reader)
+    if request.trust_reference:
+        yield from _overruled_notes(reader)
     yield from _padding_notes(reader, plan)
     yield from left_behind_notes(reader, carried=source.trained is not None)
-    yield from _adapter_notes(reader)
+    yield from adapter_notes(reader)
     yield from _companion_notes(reader)
     if plan.target == "hf":
         yield from _missing_notes(reader)
@@ -167,7 +170,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         yield f"Older FP8 state of {of}, which the run did not record, stays behind."
 
 
-def _adapter_notes(reader: Reader) -> Iterator[str]:
+def adapter_notes(reader: Reader) -> Iterator[str]:
     """Notes on what an adapter does to its base."""
     if isinstance(reader, AdapterReader):
         tensors = counted(len(reader.base.specs), "tensor")
@@ -211,6 +214,19 @@ def _missing_notes(reader: Reader) -> Iterator[str]:
             "Nothing names the token that ends a text: `eos_token_id` is null in the result, and programs may generate "
             "without an end."
         )
+
+
+def _overruled_notes(reader: Reader) -> Iterator[str]:
+    """A note on what Megatron's arguments say otherwise than the reference that is trusted."""
+    if not of_megatron(reader):
+        return
+    try:
+        by_args = read_megatron_args(reader.args, reader.model.padded_vocab_size, reader.path)
+        found = contradictions(reader.model, by_args)
+    except PrecisionctlError as error:
+        found = error.what
+    if found:
+        yield f"The reference is taken where Megatron's arguments say otherwise (reference / arguments): {found}."
 
 
 def vocabulary_notes(reader: Reader) -> Iterator[str]:

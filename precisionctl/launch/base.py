@@ -24,10 +24,15 @@ from precisionctl.planning.make_plan import stored_model
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.saved.run_folder import recipe_of_run
+from precisionctl.untrusted.safe_files import check_link
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's environment variable for block scales that are not powers of two; no framework has a flag."""
 
+
+_SAVED_TOKENIZER = "tokenizer"
+"""Where Megatron-Bridge keeps its tokenizer in an iteration (save_tokenizer_assets, training/checkpointing.py): as
+transformers saves it if it is transformers'; of others a file under a name that may be another thing there."""
 
 _BRIDGE_FEATURES = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
@@ -125,7 +130,11 @@ class LaunchSource:
     @cached_property
     def tokenizer(self) -> Path | None:
         """A directory from which transformers can load a tokenizer; None if the checkpoint has none."""
-        places = (self.directory, self.reader.companions.directory.absolute())
+        places = [self.directory, self.reader.companions.directory.absolute()]
+        if of_megatron(self.reader):
+            saved = self.directory / _SAVED_TOKENIZER
+            check_link(saved, self.directory)
+            places += [saved] if (saved / "tokenizer_config.json").is_file() else []
         return next((place for place in places if any(map(is_tokenizer, read_companions(place).files))), None)
 
     @cached_property

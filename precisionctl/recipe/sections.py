@@ -89,7 +89,7 @@ class Data:
     """Training and held-out data (docs/data.md)."""
 
     path: str = ""
-    """A file, a directory of files, or a Megatron data set."""
+    """A file, a directory of files, or a Megatron data set; `PATH#KEY` for rows whose text is under another key."""
     blend: tuple[Share, ...] = ()
     """Several data sets in place of `path`."""
     held_out: str = ""

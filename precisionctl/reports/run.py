@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from precisionctl.calibration.calibrate import Calibrated
@@ -57,26 +58,59 @@ def dry_run(dry: DryRun) -> list[str]:
 
 def dry_run_json(dry: DryRun) -> dict[str, Any]:
     """What `--dry-run --json` prints: the same in numbers (docs/json.md)."""
-    plan, ahead, disk = dry.plan, dry.ahead, dry.disk
+    plan, ahead = dry.plan, dry.ahead
     parameters, _ = _parameters(plan)
     memory = {"parts": vars(ahead.memory), "total": ahead.memory.total, "free": ahead.free, "fits": ahead.fits}
     return {
-        "out": str(plan.out),
-        "precision": precision(plan),
-        "backend": plan.backend,
-        "step": dry.step,
-        "steps": plan.recipe.train.steps,
-        "continues": dry.continues,
-        "load": plan.load,
-        "skipped": sorted(plan.skipped),
+        **_chosen(plan),
+        **_from(dry),
         "parameters": parameters,
         "ranks": ahead.ranks,
         "tokens": ahead.tokens,
         "flops": ahead.flops,
         "memory": memory | {"alternatives": ahead.alternatives},
-        "disk": vars(disk) | {"fits": disk.holds_all},
         "notes": [*plan.notes(dry.step)],
     }
+
+
+def result_json(started: Started, finished: Finished, last: StepMetrics | None) -> dict[str, Any]:
+    """What `resume --json` prints at the end (docs/json.md); `last` is the last step that this command made, None if it
+    made none."""
+    return {
+        **_chosen(started),
+        **_from(started),
+        "fp8": started.fp8,
+        "last_step": finished.step,
+        "loss": last.loss if last else None,
+        "held_out_loss": last.held_out_loss if last else None,
+        "checkpoint": str(finished.checkpoint),
+        "stopped": _stopped(finished),
+        "kept": True if finished.stopped else None,
+        "notes": [*started.notes],
+    }
+
+
+def _chosen(run: Started | RunPlan) -> dict[str, Any]:
+    """What a run is, as JSON."""
+    return {
+        "out": str(run.out),
+        "precision": precision(run),
+        "backend": run.backend,
+        "steps": run.recipe.train.steps,
+        "load": run.load,
+        "skipped": sorted(run.skipped),
+    }
+
+
+def _from(run: Started | DryRun) -> dict[str, Any]:
+    """Where a run begins, and with which room on the disk, as JSON."""
+    disk = vars(run.disk) | {"fits": run.disk.holds_all}
+    return {"step": run.step, "continues": run.continues, "disk": disk}
+
+
+def _stopped(finished: Finished) -> str | None:
+    """What stopped a run, in a word: `SIGTERM`, or `time limit`."""
+    return finished.stopped.name if isinstance(finished.stopped, Signals) else finished.stopped
 
 
 def _parameters(plan: RunPlan) -> tuple[int, int]:
@@ -156,7 +190,7 @@ def ending(finished: Finished) -> list[str]:
     """The checkpoint that the run ended with, and how to continue a run that was stopped."""
     if finished.stopped is None:
         return [f"Done: {finished.checkpoint}"]
-    why = "the time limit" if finished.stopped == "time limit" else finished.stopped.name
+    why = "the time limit" if finished.stopped == "time limit" else _stopped(finished)
     return [
         f"Stopped by {why} at step {finished.step}; {finished.checkpoint} holds it.",
         "The same command continues from there.",
@@ -185,13 +219,30 @@ def calibrated(made: Calibrated) -> list[str]:
     """What was recorded, by role, and what to do with it."""
     if made.signal:
         return [f"Stopped by {made.signal.name}.", "The same command continues from there."]
-    recorded = Counter(
-        role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
-    )
-    counts = ", ".join(f"{role} {count}" for role, count in recorded.items())
+    counts = ", ".join(f"{role} {count}" for role, count in _recorded(made).items())
     passes, rows = counted(made.passes, "pass", "passes"), counted(made.rows, "row")
     return [
         f"Wrote {made.out}: {passes} of {rows}; recorded {counts}.",
         *made.notes,
         f"Give it to resume, convert or export-inference: --fp8-state {made.out}",
     ]
+
+
+def calibrated_json(made: Calibrated) -> dict[str, Any]:
+    """What `calibrate --json` prints (docs/json.md)."""
+    return {
+        "out": None if made.signal else str(made.out),
+        "passes": made.passes,
+        "rows": made.rows,
+        "recorded": _recorded(made),
+        "stopped": made.signal.name if made.signal else None,
+        "kept": True if made.signal else None,
+        "notes": [*made.notes],
+    }
+
+
+def _recorded(made: Calibrated) -> Counter[Role]:
+    """The number of modules in which each role was recorded."""
+    return Counter(
+        role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
+    )

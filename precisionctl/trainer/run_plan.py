@@ -59,10 +59,13 @@ class RunPlan:
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
     def notes(self, begun: int) -> Iterator[str]:
-        """Notes for the user that apply to every engine, on a run after step `begun`."""
+        """Notes for the user that apply to every engine, on a run after step `begun`. What is taken from the source is
+        said only where the run begins: later it is in the run's own folder."""
         parts = (self.recipe, self.schedule, self.source, self.skipped, self.settings.overrides)
-        yield from loading.rate_notes(*parts, begun)
-        yield from loading.loading_notes(self.recipe, self.source, self.skipped)
+        begins = not run_folder.steps_of(self.out)
+        yield from loading.rate_notes(*parts, begun, begins=begins)
+        if begins:
+            yield from loading.loading_notes(self.recipe, self.source, self.skipped)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
             how = "is carried along in the sidecar, unused"
             if self.settings.collect_amax:

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
-from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
+from precisionctl.architectures.megatron_args import (
+    MEGATRON_ONLY,
+    as_config_says,
+    as_in_megatron,
+    read_megatron_args,
+)
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
@@ -42,9 +47,11 @@ def model_of(
     companions: Companions,
     specs: Mapping[str, TensorSpec],
     family: str | None = None,
+    *,
+    trusted: bool = False,
 ) -> ModelShape:
-    """The model: from the companions' config.json, checked against Megatron's arguments; without one from the arguments
-    alone, as a model of `family` if given.
+    """The model: from the companions' config.json, checked against Megatron's arguments, which give way to one that is
+    `trusted`; without one from the arguments alone, as a model of `family` if given.
 
     Raises DamagedCheckpoint where the two contradict each other or there is no embedding; otherwise as
     `from_hf_config` and `from_megatron_args`.
@@ -62,21 +69,30 @@ def model_of(
         model = beside_towers(model, towers, has_head="output_layer.weight" in specs)
     if not args:
         return model
-    by_args = read_megatron_args(args, rows, directory)
+    by_args = read_megatron_args(as_config_says(args, model) if trusted else args, rows, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
     # config.json was copied when the run began; the run may have changed the model since
-    differing = differences(model, by_args)
-    contradictions = {
-        name: differing[name] for name in differences(as_in_megatron(model), by_args) if name in differing
-    }
-    if contradictions:
-        values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
-        raise DamagedCheckpoint(
-            f"it contradicts the arguments of Megatron: {values}",
-            where=path,
-            do="By which did it train? If by the arguments, remove config.json; else save it again with others.",
-        )
+    if found := contradictions(model, by_args):
+        do = f"By which did it train? If by the arguments, remove config.json. If by config.json: {TRUST_REFERENCE}"
+        if trusted:
+            do = "--trust-reference does not help: a model without such a thing has no argument that says so."
+        raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
+
+
+TRUST_REFERENCE = (
+    "`convert SRC OUT --to megatron --reference HF_DIR --trust-reference` goes by HF_DIR's config.json, and writes the "
+    "arguments anew."
+)
+"""What to do about arguments that a run was not trained by."""
+
+
+def contradictions(model: ModelShape, by_args: ModelShape) -> str:
+    """The fields in which a model that config.json describes is another one than Megatron's arguments describe, in
+    words: `rotary_base 10000.0 / 5.0`. Empty where they agree, as far as arguments can say the model."""
+    differing = differences(model, by_args)
+    named = [name for name in differences(as_in_megatron(model), by_args) if name in differing]
+    return ", ".join(f"{name} {' / '.join(map(shown, differing[name]))}" for name in named)
 
 
 class MegatronDirectory(ABC):
@@ -137,7 +153,8 @@ class MegatronDirectory(ABC):
                 where=self.path,
                 do=f"{WITH_REFERENCE} A checkpoint made by `convert --to megatron` contains them.",
             )
-        return model_of(self.path, self.args, self.companions, self.specs, self.hints.family)
+        hints = self.hints
+        return model_of(self.path, self.args, self.companions, self.specs, hints.family, trusted=hints.trusted)
 
     @cached_property
     def fp8(self) -> Fp8States | None:

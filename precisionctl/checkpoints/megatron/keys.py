@@ -148,6 +148,8 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
         return path
     there = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and complete(entry))
     advice = f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."
+    if iteration is not None and (complete(path) or there == ["release"]):  # which has no number
+        advice = f"Leave --iteration out: there is only {there[0] if there else 'this one'}."
     found = path / directory_name(_tracked(path, advice) if iteration is None else iteration)
     if found.name not in there:
         raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)

@@ -88,7 +88,8 @@ def make_corpus(
         )
     companions = read_companions(tokenizer)
     if not any(map(is_tokenizer, companions.files)):
-        companions = open_checkpoint(tokenizer).companions
+        wanted = "--tokenizer takes a checkpoint, or a directory with the files of a tokenizer."
+        companions = open_checkpoint(tokenizer, wanted=wanted).companions
     with disk_problems(Output(out)):
         partial.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ from typing import Any
 from precisionctl.checkpoints.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
 from precisionctl.trainer.data.formats.base import Record, without_nulls
-from precisionctl.trainer.data.shapes import KEYS
+from precisionctl.trainer.data.shapes import columns_to_read
 from precisionctl.trainer.data.store import known_commit
 from precisionctl.untrusted.safe_files import leads_out
 
@@ -84,14 +84,14 @@ class HfDataset:
             raise EnvironmentProblem("the Hub does not say which commit it is", where=self, do="Is it online?")
         return found
 
-    def records(self) -> Iterator[Record]:
-        """All rows, in the order that the library has. Raises as `pinned`."""
+    def records(self, column: str | None) -> Iterator[Record]:
+        """All rows, in the order that the library has; of a `column` alone if one is wanted. Raises as `pinned`."""
         with self._our_errors():
             builder = self._builder()
             self._check(builder)
             rows = builder.as_streaming_dataset(split=self.split)
             if rows.column_names:
-                rows = rows.select_columns([name for name in rows.column_names if name in KEYS])
+                rows = rows.select_columns(columns_to_read(rows.column_names, column))
             each = iter(rows)
         number = 0
         while True:

@@ -1,6 +1,6 @@
 """The shapes of records, recognised by their keys: a text, a conversation, or a prompt with its completion."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,36 @@ def sample_of(record: Record) -> Sample:
             except _BadRow as problem:
                 raise DataError(str(problem), where=record.where) from None
     known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
-    what = f"a row with none of the known keys: {str(dict(record.row))[:80]}"
-    raise DataError(what, where=record.where, do=f"A row has {known}.")
+    raise DataError(
+        f"a row with none of the known keys: it has {_names(record.row)}",
+        where=record.where,
+        do=f"A row has {known}. If its text is under another key, add that to the path: PATH#KEY.",
+    )
+
+
+def text_under(record: Record, key: str) -> Record:
+    """The record as a document, of which `key` is the text. Raises DataError where it has no string there."""
+    text = record.row.get(key)
+    if isinstance(text, str):
+        return Record(record.where, {"text": text})
+    if text is not None:
+        raise DataError(f"`{key}` is not a string: {str(text)[:80]}", where=record.where)
+    do = "What follows the `#` of a path is the key of its text."
+    raise DataError(f"a row without `{key}`: it has {_names(record.row)}", where=record.where, do=do)
+
+
+def columns_to_read(names: Sequence[str], wanted: str | None) -> list[str]:
+    """Of a table's columns the one that is `wanted`, else all that a shape looks at; where that makes no sample, all of
+    them, for the error that says so."""
+    if wanted is not None:
+        return [wanted] if wanted in names else [*names]
+    makes_samples = any({*shape.keys} <= {*names} for shape in SHAPES)
+    return [name for name in names if name in KEYS or not makes_samples]
+
+
+def _names(row: JsonRow) -> str:
+    """The keys of a row, for errors."""
+    return (", ".join(f"`{name}`" for name in row) or "none")[:200]
 
 
 def _sharegpt(row: JsonRow) -> Conversation:

@@ -24,7 +24,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, of_trainer
-from precisionctl.commands.source_notes import unread_notes
+from precisionctl.commands.source_notes import adapter_notes, unread_notes
 from precisionctl.conversion.convert import run as convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
@@ -137,16 +137,20 @@ def rate_notes(
     skipped: Collection[StatePart],
     overrides: Sequence[str],
     begun: int,
+    *,
+    begins: bool,
 ) -> Iterator[str]:
-    """Notes for the user on the learning rates of a run after step `begun`, and on a schedule that does not fit it."""
+    """Notes for the user on the learning rates of a run after step `begun`, and on a schedule that does not fit it.
+    With --skip a run that does not begin would be another one."""
     if begun >= recipe.train.steps:
         return
     rates = rates_in_words(begun, recipe, schedule)
     if schedule:
-        yield f"learning rates: the checkpoint's ({schedule.words}): {rates}; --skip schedule takes the recipe's"
+        skipping = "; --skip schedule takes the recipe's" if begins else ""
+        yield f"learning rates: the checkpoint's ({schedule.words}): {rates}{skipping}"
         return
     of_what = f"the recipe's {recipe.schedule.kind} of optimizer.lr {recipe.optimizer.lr:.2e}"
-    if "schedule" in skipped or not source.iteration:
+    if "schedule" in skipped or not source.iteration or not begins:
         yield f"learning rates: {of_what}: {rates}"
     else:
         theirs = _others_run(source, skipped)
@@ -171,6 +175,7 @@ def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | 
 def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]) -> Iterator[str]:
     """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     yield from unread_notes(source)
+    yield from adapter_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
     theirs = _others_run(source, skipped)

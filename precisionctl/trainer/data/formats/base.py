@@ -35,10 +35,11 @@ class DataSource:
 @dataclass(frozen=True)
 class Format:
     """A file format. `records` reads lazily, and raises DataError, with the place, for a file that is not in the
-    format; OSError passes through."""
+    format; OSError passes through. It also gets the one column that is wanted of each row, None for those that `shapes`
+    knows: a format whose columns lie apart need not read the others."""
 
     recognises: Callable[[Path], bool]
-    records: Callable[[Path], Iterator[Record]]
+    records: Callable[[Path, str | None], Iterator[Record]]
 
 
 def a_row(value: object, where: str) -> Record:

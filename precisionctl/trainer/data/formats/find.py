@@ -3,6 +3,7 @@ text."""
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,34 +13,58 @@ from precisionctl.errors import DataError, nearest_path
 from precisionctl.trainer.data import formats
 from precisionctl.trainer.data.formats.base import DataSource, Format, Record, a_document, begins_with, open_text
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
+from precisionctl.trainer.data.shapes import text_under
 from precisionctl.trainer.data.store import stats_of
 
 
 def source_of(data: StrPath, cache: Path | None = None) -> DataSource:
     """What a path or a name of data means; `cache` is the folder of its tokens. Raises DataError for what is not there,
     and as `HfDataset.pinned`."""
-    named = HfDataset.read(os.fspath(data))
+    place, column = _with_column(data)
+    source = _source_at(place, column, cache)
+    if column is None:
+        return source
+    documents = source.records
+    return replace(
+        source,
+        records=lambda: (text_under(record, column) for record in documents()),
+        identity=[source.identity, column],
+    )
+
+
+def _with_column(data: StrPath) -> tuple[str, str | None]:
+    """A path or name of data, and the column that is its text, if that follows after a `#`; but what is there under the
+    whole name is a path."""
+    place, _, column = os.fspath(data).rpartition("#")
+    if place and column and not os.path.lexists(data):
+        return place, column
+    return os.fspath(data), None
+
+
+def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource:
+    """What is at a place; of rows only the `column` need be read, if there is one."""
+    named = HfDataset.read(place)
     if named and named.on_hub:
         pinned = named.pinned(cache)
-        return DataSource(
-            pinned.records, str(pinned), notes=(f"{named} is read at {pinned.revision}",) * (pinned != named)
-        )
-    path = Path(named.place if named else data)
+        notes = (f"{named} is read at {pinned.revision}",) * (pinned != named)
+        return DataSource(partial(pinned.records, column), str(pinned), notes=notes)
+    path = Path(named.place if named else place)
     if not named and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise DataError("`datasets` wrote it, and reads it by split", where=path, do=f"Give {path}:train.")
     files = files_of(path)
     stats = stats_of(files)
     nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(size for _, size, _ in stats)
     if named:
-        return DataSource(named.pinned(cache).records, [str(named), stats], nbytes)
-    return DataSource(partial(records, files), stats, nbytes)
+        return DataSource(partial(named.pinned(cache).records, column), [str(named), stats], nbytes)
+    return DataSource(partial(records, files, column), stats, nbytes)
 
 
 def check_named(data: StrPath) -> None:
     """Raise DataError for a path that is not there, also in the name of a split; of the Hub nothing is asked."""
-    named = HfDataset.read(os.fspath(data))
+    place, _ = _with_column(data)
+    named = HfDataset.read(place)
     if not (named and named.on_hub):
-        _check_exists(Path(named.place if named else data))
+        _check_exists(Path(named.place if named else place))
 
 
 def _check_exists(path: Path) -> None:
@@ -71,18 +96,19 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def records(files: list[Path]) -> Iterator[Record]:
-    """All records of these files, lazily. Raises DataError for a file that cannot be read or is not in its format."""
+def records(files: list[Path], column: str | None = None) -> Iterator[Record]:
+    """All records of these files, lazily; of rows only a `column`, if one is wanted. Raises DataError for a file that
+    cannot be read or is not in its format."""
     known = discover(formats, "FORMAT", Format)
     for file in files:
         try:
             reads = next((each.records for each in known if each.recognises(file)), text_records)
-            yield from reads(file)
+            yield from reads(file, column)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=file) from None
 
 
-def text_records(path: Path) -> Iterator[Record]:
+def text_records(path: Path, _column: str | None) -> Iterator[Record]:
     """A UTF-8 file as one document. Raises DataError for one that is not UTF-8."""
     try:
         with open_text(path) as file:

@@ -18,7 +18,7 @@ from precisionctl.trainer.data.formats.base import (
 )
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path, _column: str | None) -> Iterator[Record]:
     with open_text(path, newline="\n") as file:  # JSON strings may hold other ends of lines
         number = 0
         try:

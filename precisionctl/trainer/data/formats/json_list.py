@@ -16,7 +16,7 @@ def _recognises(path: Path) -> bool:
     return path.suffix == ".json" and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", begins_with(path, 4096)) is not None
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path, _column: str | None) -> Iterator[Record]:
     """The objects of the list, one by one, as it may not fit into memory."""
     number, text = 0, _Text(path)
     try:

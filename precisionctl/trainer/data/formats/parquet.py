@@ -5,7 +5,7 @@ from pathlib import Path
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data.formats.base import Format, Record, begins_with, without_nulls
-from precisionctl.trainer.data.shapes import KEYS
+from precisionctl.trainer.data.shapes import columns_to_read
 
 _ROWS_AT_ONCE = 256
 
@@ -14,7 +14,7 @@ def _recognises(path: Path) -> bool:
     return path.suffix == ".parquet" or begins_with(path, 4) == b"PAR1"
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path, column: str | None) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -24,9 +24,9 @@ def _records(path: Path) -> Iterator[Record]:
         ) from None
     try:
         with ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in KEYS]
+            columns = columns_to_read(file.schema_arrow.names, column)
             number = 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns or None):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(f"{path}, row {number}", without_nulls(row))
