@@ -358,7 +358,11 @@ CASES = {
         set(),
         set(),
     ),
-    "a router that is not left out": (lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]), EVERYONE, set()),
+    "a router that is not left out": (  # of other models, see test_engine_lists.py
+        lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]),
+        {"tensorrt-llm"},
+        set(),
+    ),
     "some of a fused group left out": (
         lambda: left_in_bf16(ct("dynamic"), K, K, "ignore"),
         EVERYONE - {"transformers"},

@@ -82,7 +82,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, block=BLOCKS[scheme], served=layout),
+        partial(engine.refusal, block=BLOCKS[scheme], served=layout, method=form.method.name),
         without_blocks=[
             each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
         ],

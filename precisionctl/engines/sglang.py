@@ -27,7 +27,7 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import BlocksAlone
+from precisionctl.engines.model_rules import ROUTERS_AND_GATES, BlocksAlone, Unquantized
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 
@@ -108,6 +108,7 @@ ENGINE = Engine(
         ),
     },
     expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
+    unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), Unquantized(ROUTERS_AND_GATES)),
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),

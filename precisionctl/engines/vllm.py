@@ -28,7 +28,7 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.model_rules import ROUTERS_AND_GATES, BlocksAlone, ExpertDtype, Unquantized
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
@@ -135,6 +135,10 @@ ENGINE = Engine(
             ),
         ),
     },
+    unquantized=dict.fromkeys(
+        ("compressed-tensors", "modelopt", "mxfp8", "fp8", "quark"),  # models/: GateLinear, by its quant_config
+        Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon")),
+    ),
     experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
