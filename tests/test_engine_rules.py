@@ -157,6 +157,12 @@ def left_in_bf16(made, module, entry, key):
     return made
 
 
+def one_group(*targets):
+    made = ct("dynamic")
+    (group,) = made.quantization["config_groups"].values()
+    return made.saying(config_groups={"group_0": group | {"targets": list(targets)}})
+
+
 def two_groups(*targets):
     made = ct("dynamic")
     (group,) = made.quantization["config_groups"].values()
@@ -281,6 +287,11 @@ CASES = {
         {"transformers", "tensorrt-llm"},  # transformers has them in the order of the alphabet
         set(),
     ),
+    "values that no target means": (
+        lambda: left_in_bf16(one_group("re:.*self_attn.*", "re:.*(gate|up)_proj"), DOWN, "lm_head", "ignore"),
+        {"sglang"},
+        set(),
+    ),
     "ModelOpt's layers by name": (lambda: mixed_modelopt(attention=None), {"transformers"}, set()),
     "ModelOpt's layers by a path": (lambda: mixed_modelopt(attention=[f"{LAYER}.self_attn"]), EVERYONE, set()),
     "ModelOpt's files agree": (modelopt_twice, {"transformers"}, set()),
@@ -356,6 +367,11 @@ CASES = {
     "a head in codes, which a target names": (
         lambda: with_coded_head(ct("dynamic"), "re:.*lm_head"),
         set(),
+        set(),
+    ),
+    "left out by the end of its path": (
+        lambda: left_in_bf16(ct("dynamic"), DOWN, "mlp.down_proj", "ignore"),
+        EVERYONE - {"sglang"},
         set(),
     ),
     "a router that is not left out": (  # of other models, see test_engine_lists.py

@@ -70,16 +70,15 @@ class Engine:
     or four-bit formats, that it loads of each quant method, `reads_experts` those that it loads for experts too.
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `joins` says, by quant method, in which
     format it loads tensors that it joins with others as it loads them. `decodes` are the methods whose codes become
-    values before it multiplies, and what it asks of FP8 if it is told to multiply codes. `global_scales` says what it makes of those
-    of NVFP4 that differ among linears that it fuses.
+    values before it multiplies, and what it asks of FP8 if it is told to multiply codes. `global_scales` says what it
+    makes of those of NVFP4 that differ among linears that it fuses.
 
     What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
     says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
-    those that it loads so alone, by the `model_type` of text models;
-    `unquantized` are, by quant method, modules that are values whatever the list says;
-    `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method, and in
-    that of `experts_as_one` by the name of the module that all are in.
+    those that it loads so alone, by the `model_type` of text models. `unquantized` are, by quant method, modules that
+    are values whatever the list says; `experts_in_list` the linears of the first expert by which it looks for them in
+    the list of such a method, and in that of `experts_as_one` it looks for the module that all are in.
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
     the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
     it knows (None: by their tensors).

@@ -9,7 +9,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs, without_target
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -17,7 +17,7 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
+from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
 from precisionctl.engines.integer_rules import (
     int8_experts,
     int8_inputs_fixed,
@@ -30,6 +30,8 @@ from precisionctl.engines.integer_rules import (
 from precisionctl.engines.model_rules import ROUTERS_AND_GATES, BlocksAlone, Unquantized
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
+
+_UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
 
 ENGINE = Engine(
     name="sglang",
@@ -108,9 +110,9 @@ ENGINE = Engine(
         ),
     },
     expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
-    unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), Unquantized(ROUTERS_AND_GATES)),
+    unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), _UNQUANTIZED),
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
+        "compressed-tensors": IgnoreList(("ignore",), BY_END_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
         # read as its own mxfp8
         ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH, heads_apart=True),
@@ -118,8 +120,16 @@ ENGINE = Engine(
         "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
     },
     demands={
+        without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "SGLang 0.5.23 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
+        ),
         in_another_group(fuses=True, class_first=True): EngineRule(
             "of several config groups it takes that of a linear as it is fused, else of the class, else of its parts",
+            "SGLang 0.5.23 compressed_tensors/utils.py find_matched_target",
+        ),
+        without_target(_UNQUANTIZED): EngineRule(
+            "it raises an error for a linear that is neither a target nor ignored",
             "SGLang 0.5.23 compressed_tensors/utils.py find_matched_target",
         ),
         unsaid_activations("fp8", "mxfp8"): EngineRule(

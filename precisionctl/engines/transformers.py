@@ -8,7 +8,7 @@ import re
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
-from precisionctl.engines.config_groups import in_another_group
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
 from precisionctl.engines.demands import (
     exponents_named,
     heads_beside_a_list,
@@ -142,6 +142,10 @@ ENGINE = Engine(
         "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
     },
     demands={
+        without_scale_of_inputs(fuses=False): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
+        ),
         in_another_group(fuses=False): EngineRule(
             "of several config groups it takes that of a linear's name, else of an expression, else of the class",
             "compressed-tensors 0.20 utils/match.py match_targets",

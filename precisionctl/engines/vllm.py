@@ -10,7 +10,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -148,6 +148,10 @@ ENGINE = Engine(
         "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
     },
     demands={
+        without_scale_of_inputs(fuses=True): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "vLLM 0.33 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
+        ),
         in_another_group(fuses=True): EngineRule(
             "of several config groups it takes that of a linear as it is fused, else of its parts, else of the class",
             "vLLM 0.33 compressed_tensors/utils.py find_matched_target",
