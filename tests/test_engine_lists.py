@@ -177,3 +177,32 @@ def test_a_router_that_is_not_in_the_list_is_found_where_the_engine_quantizes_it
     coded = specs | {router: codes} | method.spelling.specs(method.scales(router, codes, "dynamic"), codes, "dynamic")
     found = ENGINES[engine].check(config, coded, lambda name: torch.ones(1))
     assert [each.where for each in found if "never quantized" in each.what] == [router] * (not quantized)
+
+
+@pytest.mark.parametrize("family", ["granite-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("engine", "scheme", "key", "name"),
+    [
+        ("vllm", "block", "modules_to_not_convert", "experts"),  # quant_utils.py is_layer_skipped
+        ("vllm", "mxfp8", "ignore", "experts"),  # modelopt.py is_layer_excluded
+        ("vllm", "dynamic", "ignore", "experts.0.gate_proj"),  # compressed_tensors_moe.py get_moe_method
+        ("sglang", "block", "modules_to_not_convert", "experts"),  # utils.py is_layer_skipped
+        ("sglang", "mxfp8", "ignored_layers", "experts"),
+        ("sglang", "dynamic", "ignore", "experts.0.gate_proj"),  # compressed_tensors.py get_moe_scheme
+    ],
+)
+def test_experts_in_one_tensor_are_in_the_list_by_the_name_that_the_engine_looks_for(
+    tmp_path: Path, family: str, engine: str, scheme: str, key: str, name: str
+) -> None:
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **(SIZES | pico.fp8_sizes(family)))
+    request = Request.export(tmp_path / "source", tmp_path / "out", engine, scheme, keep_misfits=True)  # type: ignore[arg-type]
+    conversions.carry_out(request, workers=1)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    listed = config["quantization_config"][key]
+    assert f"{LAYER}.{'mlp' if family == 'gpt-oss' else 'block_sparse_moe'}.{name}" in listed
+    assert not [each for each in check(open_checkpoint(tmp_path / "out"), ENGINES[engine]) if each.rule.fatal]
+    config["quantization_config"][key] = [each for each in listed if "experts" not in each]
+    path.write_text(json.dumps(config))
+    found = check(open_checkpoint(tmp_path / "out"), ENGINES[engine])
+    assert any("experts` is not ignored" in each.what or ".0.gate_proj` is not" in each.what for each in found)

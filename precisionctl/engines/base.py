@@ -34,7 +34,7 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, Unquantiz
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import FUSED, HEADS_EVENLY, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.engines.serving import FUSED, HEADS_EVENLY, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
@@ -77,13 +77,14 @@ class Engine:
     says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
     those that it loads so alone, by the `model_type` of text models. `unquantized` are, by quant method, modules that
-    are values whatever the list says; `experts_in_list` the linears of the first expert by which it looks for them in
-    the list of such a method, and in that of `experts_as_one` it looks for the module that all are in.
+    are values whatever the list says; `experts_in_list` how the names end, behind that of the module of a layer's
+    experts, by which it looks in the list of such a method for those that are one tensor; in that of `experts_as_one`
+    it looks for that module where they are stored one by one, too.
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
     the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
     it knows (None: by their tensors).
 
-    How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
+    How it computes: `fuses` are the linears of one input that it computes as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
     it reads the list of modules that are not FP8: by quant method, or by method and scheme where one scheme differs.
 
@@ -112,7 +113,7 @@ class Engine:
     fused: EngineRule
     global_scales: EngineRule
     all_or_none: EngineRule
-    fuses: bool
+    fuses: Sequence[tuple[str, ...]]
     reads_conv1d: bool
     experts: EngineRule
     ignores: Mapping[str | tuple[str, str], IgnoreList]
@@ -195,7 +196,6 @@ class Engine:
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
         )
-        fused = (*FUSED, LATENT) if self.fuses else ()
         floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
         divided = {} if served.uneven else codes
         shapes = (
@@ -212,7 +212,7 @@ class Engine:
             *self.check_groups(served),
             *wrongly_ignored(
                 found,
-                self.ignores.get((method.name, scheme)) or self.ignores[method.name],
+                self._list_of(found),
                 self._names(config, found),
                 self.quantisation,
                 self._is_unquantized(config, method.name),
@@ -223,8 +223,8 @@ class Engine:
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
-            *partly_quantized(found, self.all_or_none, fused),
-            *unequal_in_group(floating, read, self.fused, self.global_scales, fused or FUSED),
+            *partly_quantized(found, self.all_or_none, self.fuses),
+            *unequal_in_group(floating, read, self.fused, self.global_scales, self.fuses or FUSED),
             *unequal_experts(scales, read, self.experts),
             *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
             *broken(cache_scales_of_latents, self.latents, found),
@@ -342,12 +342,12 @@ class Engine:
         those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
         nowhere, under a name that only the model's class knows."""
         stacked = dict.fromkeys(experts for name in values if (experts := _experts_module(name)))
-        values = [*values, *(name for experts in stacked for name in self._listed_experts(experts, method))]
-        if method in self.experts_as_one:
-            numbered = (EXPERT.fullmatch(f"{name}.weight") for name in values)
-            values = list(dict.fromkeys([*values, *(match[1] for match in numbered if match)]))
-        if method in self.experts_in_list:  # by an expression, too: see `lost_by_renaming`
-            values = [*values, *(rf"re:{re.escape(experts)}\.0\..+" for experts in stacked)]
+        numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if method in self.experts_as_one]
+        listed = (name for experts in stacked for name in self._listed_experts(experts, method))
+        values = [*values, *stacked, *listed, *(match[1] for match in numbered if match)]
+        if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
+            values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if method in self.experts_in_list]
+        values = list(dict.fromkeys(values))
         if not self.renames:
             return values
         codes = [name for name in codes if not EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
@@ -359,12 +359,11 @@ class Engine:
 
     def _listed_experts(self, experts: str, method: str) -> list[str]:
         """The names by which the engine looks in the list for a layer's experts that are one tensor."""
-        first = [f"{experts}.0.{linear}" for linear in self.experts_in_list.get(method, ())]
-        return [experts] if method in self.experts_as_one else first
+        return [f"{experts}{within}" for within in self.experts_in_list.get(method, ())]
 
     def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
-        ignored = self.ignores[directory.method].of(directory.quantization)
+        ignored = self._list_of(directory).of(directory.quantization)
         sliced = [name for name in directory.specs if name.endswith("]")]
         stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
@@ -374,6 +373,9 @@ class Engine:
                     what = f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
                     yield Finding(name, what, self.quantisation)
                     break
+
+    def _list_of(self, directory: QuantizedDirectory) -> IgnoreList:
+        return self.ignores.get((directory.method, directory.scheme)) or self.ignores[directory.method]
 
     def _names(self, config: Mapping[str, Any], directory: QuantizedDirectory) -> dict[str, list[str]]:
         """The names in memory under which the engine looks for modules in its list."""

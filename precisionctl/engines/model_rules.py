@@ -31,6 +31,9 @@ class Unquantized:
         return model_type not in self.other if self.which.fullmatch(module) else None
 
 
+FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
+"""How vLLM and SGLang look for a layer's experts in the list of compressed-tensors."""
+
 _ROUTERS = r"gate|router|block_sparse_moe\.router\.layer"  # the last is Granite's, as in its files
 ROUTERS = re.compile(rf".+\.({_ROUTERS})")
 ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")

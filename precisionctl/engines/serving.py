@@ -22,6 +22,8 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """
 
 _OLMO_HYBRID = tuple(f"linear_attn.{part}_proj" for part in "qkvg")
+INDEXED = ("q_proj", "index_q_proj", "index_k_proj")
+"""MiniMax-M3's, beside the others of attention; vLLM drops an indexer in another form."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -29,7 +31,7 @@ FUSED = (
     ("w1", "w3"),
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
-    ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
+    INDEXED,
     _OLMO_HYBRID,  # of vLLM (models/olmo_hybrid.py), which alone has that model
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale. Where fewer of

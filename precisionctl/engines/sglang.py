@@ -27,10 +27,13 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import ROUTERS_AND_GATES, BlocksAlone, Unquantized
+from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, Unquantized
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving import FUSED, INDEXED, LATENT
 
+_INDEXERS = ("index_q_proj", "index_k_proj")
+"""MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
 
 ENGINE = Engine(
@@ -98,7 +101,7 @@ ENGINE = Engine(
         "linears that it fuses must all have one scheme",
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
     ),
-    fuses=True,
+    fuses=tuple(_INDEXERS if group == INDEXED else group for group in (*FUSED, LATENT)),
     reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
@@ -111,6 +114,7 @@ ENGINE = Engine(
     },
     expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
     unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), _UNQUANTIZED),
+    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_END_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),

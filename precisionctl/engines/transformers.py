@@ -124,6 +124,7 @@ ENGINE = Engine(
         "compressed-tensors": Unquantized(ROUTERS, ("afmoe", "llama4_text", "phimoe", *_GATEWAYS)),
         **dict.fromkeys(("fp8", "mxfp8"), Unquantized(ROUTERS, ("afmoe", *_GATEWAYS))),
     },
+    experts_in_list=dict.fromkeys(("fp8", "mxfp8"), ("",)),
     experts_as_one=frozenset({"fp8", "mxfp8"}),
     expert_dtype={
         "deepseek_v4": ExpertDtype(
@@ -134,7 +135,7 @@ ENGINE = Engine(
             ),
         ),
     },
-    fuses=False,
+    fuses=(),
     reads_conv1d=False,
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),

@@ -28,10 +28,11 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import ROUTERS_AND_GATES, BlocksAlone, ExpertDtype, Unquantized
+from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, ExpertDtype, Unquantized
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving import FUSED, LATENT
 
 ENGINE = Engine(
     name="vllm",
@@ -115,7 +116,7 @@ ENGINE = Engine(
     all_or_none=EngineRule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
     ),
-    fuses=True,
+    fuses=(*FUSED, LATENT),
     reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
@@ -139,7 +140,7 @@ ENGINE = Engine(
         ("compressed-tensors", "modelopt", "mxfp8", "fp8", "quark"),  # models/: GateLinear, by its quant_config
         Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon")),
     ),
-    experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
+    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
