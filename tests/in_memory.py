@@ -122,7 +122,8 @@ def export(
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
-    refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=served(values.model, values.targets))
+    layout = served(values.model, values.targets)
+    refusal = partial(engines()["vllm"].refusal, block=BLOCKS[scheme], served=layout, method=method)
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(

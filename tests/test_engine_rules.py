@@ -157,6 +157,20 @@ def left_in_bf16(made, module, entry, key):
     return made
 
 
+def with_indexer(made):
+    """MiniMax-M3's, in BF16."""
+    modules = [f"{LAYER}.self_attn.index_{part}_proj" for part in "qk"]
+    for module in modules:
+        made.having(f"{module}.weight", (128, 256), torch.bfloat16)
+    return made.saying(ignore=[*made.quantization["ignore"], *modules])
+
+
+def one_group(*targets):
+    made = ct("dynamic")
+    (group,) = made.quantization["config_groups"].values()
+    return made.saying(config_groups={"group_0": group | {"targets": list(targets)}})
+
+
 def two_groups(*targets):
     made = ct("dynamic")
     (group,) = made.quantization["config_groups"].values()
@@ -281,6 +295,11 @@ CASES = {
         {"transformers", "tensorrt-llm"},  # transformers has them in the order of the alphabet
         set(),
     ),
+    "values that no target means": (
+        lambda: left_in_bf16(one_group("re:.*self_attn.*", "re:.*(gate|up)_proj"), DOWN, "lm_head", "ignore"),
+        {"sglang"},
+        set(),
+    ),
     "ModelOpt's layers by name": (lambda: mixed_modelopt(attention=None), {"transformers"}, set()),
     "ModelOpt's layers by a path": (lambda: mixed_modelopt(attention=[f"{LAYER}.self_attn"]), EVERYONE, set()),
     "ModelOpt's files agree": (modelopt_twice, {"transformers"}, set()),
@@ -358,7 +377,21 @@ CASES = {
         set(),
         set(),
     ),
-    "a router that is not left out": (lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]), EVERYONE, set()),
+    "an indexer left out beside attention, of which SGLang makes a linear of its own": (
+        lambda: with_indexer(ct("dynamic")),
+        {"vllm", "tensorrt-llm"},
+        set(),
+    ),
+    "left out by the end of its path": (
+        lambda: left_in_bf16(ct("dynamic"), DOWN, "mlp.down_proj", "ignore"),
+        EVERYONE - {"sglang"},
+        set(),
+    ),
+    "a router that is not left out": (  # of other models, see test_engine_lists.py
+        lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]),
+        {"tensorrt-llm"},
+        set(),
+    ),
     "some of a fused group left out": (
         lambda: left_in_bf16(ct("dynamic"), K, K, "ignore"),
         EVERYONE - {"transformers"},
@@ -639,6 +672,13 @@ def test_the_experts_of_a_qwen3_moe_are_counted_for_older_transformers_too(tmp_p
     execute(plan_command(Request.export(tmp_path / "source", tmp_path / "out", "tensorrt-llm", "block")))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_experts"] == 8
     assert "num_experts" in ENGINES["tensorrt-llm"].lacks(saved)
+
+
+def test_a_theta_of_null_is_none_where_nothing_turns() -> None:
+    """OLMo Hybrid's, as transformers saves it."""
+    for theta, lacks in ((1e4, ["rope_theta"]), (None, [])):
+        config = {"model_type": "olmo_hybrid", "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        assert ENGINES["tensorrt-llm"].lacks(config) == lacks
 
 
 DEEPSEEK_BY_TRANSFORMERS = {"model_type": "deepseek_v3", "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}

@@ -48,10 +48,11 @@ def agrees_with_compressed_tensors(directory: Path) -> str:
     return precision
 
 
-@pytest.mark.parametrize("first", ["re:.*self_attn.*", "Linear"])
+@pytest.mark.parametrize("first", [["re:.*self_attn.*"], ["Linear"], ["Linear", "re:.*mlp.*"]])
 def test_groups_of_fp8_that_differ_in_their_inputs_alone_are_told_apart_by_their_targets(
-    tmp_path: Path, first: str
+    tmp_path: Path, first: list[str]
 ) -> None:
+    """Of a target that both have, the second group's counts."""
     save(tmp_path / "source", dtype=torch.bfloat16)
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     in_memory.export(source, tmp_path / "out", "compressed-tensors", "dynamic")
@@ -60,11 +61,37 @@ def test_groups_of_fp8_that_differ_in_their_inputs_alone_are_told_apart_by_their
     def two_groups(config: dict[str, Any]) -> dict[str, Any]:
         group = config["config_groups"]["group_0"]
         alone = {**group, "targets": ["re:.*mlp.*"], "input_activations": None}
-        return config | {"config_groups": {"group_0": group | {"targets": [first]}, "group_1": alone}}
+        return config | {"config_groups": {"group_0": group | {"targets": first}, "group_1": alone}}
 
     configured(tmp_path / "out", two_groups)
     words = agrees_with_compressed_tensors(tmp_path / "out")
     assert words == "FP8 codes with dynamic per-token input scales and weights from FP8"
+
+
+@pytest.mark.parametrize(
+    ("target", "decoded"),
+    [
+        (r"re:.*\.qkv_proj$", True),
+        (r"re:.*\.q_proj$", False),  # not the other parts
+        (r"re:.*\.(q|k|v)_proj$", True),
+    ],
+)
+def test_a_group_counts_for_linears_as_vllm_fuses_them(tmp_path: Path, target: str, decoded: bool) -> None:
+    """vLLM 0.33 compressed_tensors/utils.py find_matched_target."""
+    save(tmp_path / "source", dtype=torch.bfloat16)
+    source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
+    in_memory.export(source, tmp_path / "out", "compressed-tensors", "dynamic")
+
+    def two_groups(config: dict[str, Any]) -> dict[str, Any]:
+        group = config["config_groups"]["group_0"]
+        alone = {**group, "targets": [target], "input_activations": None}
+        return config | {"config_groups": {"group_0": group, "group_1": alone}}
+
+    configured(tmp_path / "out", two_groups)
+    model, _ = load(HuggingFaceReader(tmp_path / "out"))
+    layer = model.decoder.layers[0]
+    assert ("input" in layer.self_attention.linear_qkv.quantizers) == (not decoded)
+    assert "input" in layer.self_attention.linear_proj.quantizers and "input" in layer.mlp.linear_fc1.quantizers
 
 
 @pytest.mark.parametrize("spelling", ["ct-int4-128", "ct-int4-32", "ct-int4-channel"])

@@ -2,6 +2,7 @@
 `verify`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -189,6 +190,9 @@ def test_the_part_of_a_gpu_has_whole_heads() -> None:
     found, weight = cut(model, "index_q_proj", "second")
     assert found.share(weight.rows, 64, 2) == ([weight.rows // 2], 64)
     assert found.share(weight.rows, 64, 4) == ([weight.rows // model.num_query_groups], 64)
+    alone = replace(model, msa=replace(model.msa, n_heads=1))  # as SGLang's MiniMaxM3Attention takes it
+    found, weight = cut(alone, "index_q_proj", "second")
+    assert found.share(weight.rows, 64, 2) == ([weight.rows], 64)
 
 
 def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -> None:

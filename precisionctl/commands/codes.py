@@ -9,6 +9,7 @@ from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
+from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
     four_bit_notes,
     in_bf16_notes,
@@ -27,14 +28,14 @@ from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
-from precisionctl.export.schemes import best_scheme, schemes_of
+from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import BLOCKS, CHANNEL, FIXED_INPUTS, FOUR_BITS, TENSOR, Scheme, quant_methods
+from precisionctl.quant_methods.base import BLOCKS, FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
@@ -77,34 +78,23 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
         )
     config = _config_of(reader, model)
+    misfits = Misfits(engine, source.plan, precision, form, layout, config)
+    keep_misfits = request.keep_misfits or isinstance(model, UntabledModel)
+    if not keep_misfits:
+        misfits.check_taken(misfits.jobs)  # first, as no advice on shapes would help
     policy = in_scheme(
         source.plan,
         source.states,
         form,
         precision,
-        partial(engine.refusal, block=BLOCKS[scheme], served=layout),
-        without_blocks=[
-            each for each in schemes_of(engine, source.plan, precision) if BLOCKS[each] in (TENSOR, CHANNEL)
-        ],
-        keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
+        partial(engine.refusal, block=BLOCKS[scheme], served=layout, method=form.method.name),
+        advice=misfits.advice,
+        keep_refused=keep_misfits,
         why_no_state=known.why_none,
         kept=partial(engine.kept, config, form.method.name, tied=isinstance(model, UntabledModel)),
     )
-    coded = dict.fromkeys(name for job in policy.jobs for name in job.writes)
-    joins = partial(engine.check_joined, config, form.method, form.spelling.config(scheme, ()))
-    if found := engine.check_experts(coded, form.method.name, scheme):
-        do = "Choose another scheme (`export-inference --scheme`)"
-        if not joins(source.plan.targets):  # else the engine would lose them in BF16
-            do += ", or leave the experts in BF16: --exclude '*.experts.*'"
-        what = f"{engine.title} does not load {found[0].what}"
-        raise PrecisionError(what, where=found[0].where, do=f"{do}.")
-    codes = {name: form.spelling.codes(source.plan.targets[name], scheme) for name in coded}
-    if found := joins({**source.plan.targets, **codes}):
-        raise PrecisionError(
-            f"{engine.title} loses tensors that it joins with others as it loads them: {found[0].what}",
-            where=found[0].where,
-            do="Choose --scheme static or dynamic, or another engine (--target).",
-        )
+    misfits.check_taken(policy.jobs)
+    coded = {name for job in policy.jobs for name in job.writes}
     values = (name for name in source.plan.targets if name not in coded)
     _check_blocks(engine, model.architecture, scheme, values)
     if policy.inputs is not None:

@@ -30,11 +30,11 @@ from precisionctl.engines.code_rules import (
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
 from precisionctl.engines.joined_tensors import wrongly_joined
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, Unquantized
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
-from precisionctl.engines.serving import FUSED, HEADS_EVENLY, LATENT, Ragged, ServingLayout, text_config
+from precisionctl.engines.serving import FUSED, HEADS_EVENLY, Ragged, ServingLayout, text_config
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import (
@@ -69,19 +69,22 @@ class Engine:
     What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are the schemes,
     or four-bit formats, that it loads of each quant method, `reads_experts` those that it loads for experts too.
     `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `joins` says, by quant method, in which
-    format it loads tensors that it joins with others as it loads them. `global_scales` says what it makes of those
-    of NVFP4 that differ among linears that it fuses.
+    format it loads tensors that it joins with others as it loads them. `decodes` are the methods whose codes become
+    values before it multiplies, and what it asks of FP8 if it is told to multiply codes. `global_scales` says what it
+    makes of those of NVFP4 that differ among linears that it fuses.
 
     What it finds: with `renames` modules have other names in memory, by transformers' own table; `loads_own_classes`
     says whether it looks for tensors only under the names that the model's own class saves. `one_by_one` are
     experts that it does not load as values beside codes of a quant method, if they are stored as one tensor, `in_one`
-    those that it loads so alone, by the `model_type` of text models;
-    `experts_in_list` the linears of the first expert by which it looks for them in the list of such a method.
+    those that it loads so alone, by the `model_type` of text models. `unquantized` are, by quant method, modules that
+    are values whatever the list says; `experts_in_list` how the names end, behind that of the module of a layer's
+    experts, by which it looks in the list of such a method for those that are one tensor; in that of `experts_as_one`
+    it looks for that module where they are stored one by one, too.
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
     the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
     it knows (None: by their tensors).
 
-    How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
+    How it computes: `fuses` are the linears of one input that it computes as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
     it reads the list of modules that are not FP8: by quant method, or by method and scheme where one scheme differs.
 
@@ -110,7 +113,7 @@ class Engine:
     fused: EngineRule
     global_scales: EngineRule
     all_or_none: EngineRule
-    fuses: bool
+    fuses: Sequence[tuple[str, ...]]
     reads_conv1d: bool
     experts: EngineRule
     ignores: Mapping[str | tuple[str, str], IgnoreList]
@@ -124,11 +127,14 @@ class Engine:
     whole_groups: EngineRule | None = None
     bf16_scales: frozenset[str] = frozenset()
     joins: Mapping[str, EngineRule] = field(default_factory=dict)
+    decodes: Mapping[str, EngineRule] = field(default_factory=dict)
     renames: bool = False
     loads_own_classes: bool = False
     one_by_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    unquantized: Mapping[str, Unquantized] = field(default_factory=dict)
     experts_in_list: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    experts_as_one: frozenset[str] = frozenset()
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     expert_dtype: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
 
@@ -190,10 +196,11 @@ class Engine:
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
         )
-        fused = (*FUSED, LATENT) if self.fuses else ()
         floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
         divided = {} if served.uneven else codes
-        shapes = (self.check_shape(name, spec, coded[name].form.block, served) for name, spec in divided.items())
+        shapes = (
+            self.check_shape(name, spec, coded[name].form.block, served, method.name) for name, spec in divided.items()
+        )
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
         return [
             *always,
@@ -205,9 +212,10 @@ class Engine:
             *self.check_groups(served),
             *wrongly_ignored(
                 found,
-                self.ignores.get((method.name, scheme)) or self.ignores[method.name],
+                self._list_of(found),
                 self._names(config, found),
                 self.quantisation,
+                self._is_unquantized(config, method.name),
             ),
             *self.check_joined(config, method, quantization, specs),
             *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
@@ -215,8 +223,8 @@ class Engine:
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
             *self._unlisted_experts(found),
-            *partly_quantized(found, self.all_or_none, fused),
-            *unequal_in_group(floating, read, self.fused, self.global_scales, fused or FUSED),
+            *partly_quantized(found, self.all_or_none, self.fuses),
+            *unequal_in_group(floating, read, self.fused, self.global_scales, self.fuses or FUSED),
             *unequal_experts(scales, read, self.experts),
             *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
             *broken(cache_scales_of_latents, self.latents, found),
@@ -236,19 +244,28 @@ class Engine:
             for key in missing(text)
         ]
 
-    def check_shape(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> Finding | None:
-        """The rule that a weight of this shape breaks as codes with a scale for each block; None where it breaks
-        none."""
+    def check_shape(
+        self, name: str, spec: TensorSpec, block: Block, served: ServingLayout, method: str
+    ) -> Finding | None:
+        """The rule that a weight of this shape breaks as codes of a method with a scale for each block; None where it
+        breaks none."""
         rule = self.aligned if block in (TENSOR, CHANNEL) else self.blocks
-        what = self.refusal(name, spec, block, served)
+        what = self.refusal(name, spec, block, served, method)
+        if what is None and method in self.decodes and block in (TENSOR, CHANNEL) and spec.packing is None:
+            what, rule = served.refusal(name, spec, block, self.ragged), self.decodes[method]
         return Finding(name, what, self.quantisation if self._unread(name, served) else rule) if what else None
 
-    def refusal(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout) -> str | None:
-        """Why the engine refuses a weight of this shape as codes with a scale for each block, in words; None if it
-        takes it."""
+    def refusal(self, name: str, spec: TensorSpec, block: Block, served: ServingLayout, method: str) -> str | None:
+        """Why the engine refuses a weight of this shape as codes of a method with a scale for each block, in words;
+        None if it takes it."""
         if self._unread(name, served):
             return "codes of a class that is no linear are taken for weights"
-        return served.refusal(name, spec, block, self.ragged)
+        return served.refusal(name, spec, block, self.ragged, aligned=method not in self.decodes)
+
+    def _is_unquantized(self, config: Mapping[str, Any], method: str) -> Callable[[str], bool | None]:
+        """Whether a module, by its name in memory, is never quantized; None where its method and its list say it."""
+        never, model_type = self.unquantized.get(method), text_config(config).get("model_type")
+        return lambda module: never.concerns(module, model_type) if never else None
 
     def _unread(self, name: str, served: ServingLayout) -> bool:
         conv1d = served.model_type != _GPT2_OF_LINEARS and bool(_CONV1D.fullmatch(name))
@@ -325,9 +342,12 @@ class Engine:
         those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
         nowhere, under a name that only the model's class knows."""
         stacked = dict.fromkeys(experts for name in values if (experts := _experts_module(name)))
-        values = [*values, *(name for experts in stacked for name in self._first_expert(experts, method))]
-        if method in self.experts_in_list:  # by an expression, too: see `lost_by_renaming`
-            values = [*values, *(rf"re:{re.escape(experts)}\.0\..+" for experts in stacked)]
+        numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if method in self.experts_as_one]
+        listed = (name for experts in stacked for name in self._listed_experts(experts, method))
+        values = [*values, *stacked, *listed, *(match[1] for match in numbered if match)]
+        if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
+            values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if method in self.experts_in_list]
+        values = list(dict.fromkeys(values))
         if not self.renames:
             return values
         codes = [name for name in codes if not EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
@@ -337,27 +357,32 @@ class Engine:
         heads = [] if any(re.match(_HEADS, name) for name in codes) else heads
         return list(dict.fromkeys([*values, *(name for name in named if name not in taken), *heads]))
 
-    def _first_expert(self, experts: str, method: str) -> list[str]:
-        return [f"{experts}.0.{linear}" for linear in self.experts_in_list.get(method, ())]
+    def _listed_experts(self, experts: str, method: str) -> list[str]:
+        """The names by which the engine looks in the list for a layer's experts that are one tensor."""
+        return [f"{experts}{within}" for within in self.experts_in_list.get(method, ())]
 
     def _unlisted_experts(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
-        ignored = self.ignores[directory.method].of(directory.quantization)
+        ignored = self._list_of(directory).of(directory.quantization)
         sliced = [name for name in directory.specs if name.endswith("]")]
         stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
-            linears = self._first_expert(experts, directory.method) if name not in directory.scales else ()
+            linears = self._listed_experts(experts, directory.method) if name not in directory.scales else ()
             for linear in linears:
                 if not ignored(linear):
                     what = f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
                     yield Finding(name, what, self.quantisation)
                     break
 
+    def _list_of(self, directory: QuantizedDirectory) -> IgnoreList:
+        return self.ignores.get((directory.method, directory.scheme)) or self.ignores[directory.method]
+
     def _names(self, config: Mapping[str, Any], directory: QuantizedDirectory) -> dict[str, list[str]]:
         """The names in memory under which the engine looks for modules in its list."""
         modules = [name.removesuffix(".weight") for name in linears(directory.specs)]
         if not self.renames or directory.method != "compressed-tensors":  # of others it renames the list too
-            return {module: [module] for module in modules}
+            experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if directory.method in self.experts_as_one}
+            return {module: [match[1] if (match := experts.get(module)) else module] for module in modules}
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = renamed(config, alone)
         return {module: found.get(module) or [module] for module in modules}

@@ -44,19 +44,27 @@ def wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Fi
 
 
 def wrongly_ignored(
-    directory: QuantizedDirectory, ignore_list: IgnoreList, in_memory: Mapping[str, Sequence[str]], rule: EngineRule
+    directory: QuantizedDirectory,
+    ignore_list: IgnoreList,
+    in_memory: Mapping[str, Sequence[str]],
+    rule: EngineRule,
+    is_unquantized: Callable[[str], bool | None],
 ) -> Iterator[Finding]:
-    """Linears that are codes and ignored, or neither: the engine would misread both."""
+    """Linears that are codes and ignored, or neither: the engine would misread both. `is_unquantized` says of modules
+    that the list does not matter (None: it does)."""
     is_ignored = ignore_list.of(directory.quantization)
     never = directory.spelling.never if directory.spelling else ()
     for name in linears(directory.specs):
         module, coded = name.removesuffix(".weight"), name in directory.scales
         for called in in_memory[module]:
-            ignored = is_ignored(called)
+            unquantized, ignored = is_unquantized(called), is_ignored(called)
             which = "its module" if called == module else f"its module, in memory `{called}`,"
-            if coded and ignored:
-                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is ignored", rule)
-            if not coded and not ignored and not called.endswith(never):
+            if coded and (unquantized or ignored):
+                left = "never quantized" if unquantized else "ignored"
+                yield Finding(name, f"{directory.specs[name].codes_name} codes, but {which} is {left}", rule)
+            if unquantized is None:
+                unquantized = called.endswith(never)
+            if not (coded or ignored or unquantized):
                 yield Finding(name, f"{directory.specs[name].dtype} values, but {which} is not ignored", rule)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, words
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, words
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
@@ -36,6 +36,17 @@ def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
     """A scale per tensor without a `weight_block_size` in the config, which would have to be null."""
     if _unsized(directory) and (name := _first(directory, per_tensor=True)):
         yield CONFIG, f"no weight_block_size, and {name} has one scale"
+
+
+def heads_beside_a_list(directory: QuantizedDirectory) -> Breaches:
+    """A head of values that the list of `quant_method: fp8` or `mxfp8`, where there is one, does not name."""
+    lists = [directory.quantization.get(key) for key in ("modules_to_not_convert", "ignored_layers")]
+    entries = next((found for found in lists if found is not None), None)
+    if directory.method in ("fp8", "mxfp8") and entries is not None:
+        ignored = BY_START_REGEX_OR_END.of(words(entries))
+        for name in ("lm_head.weight", "language_model.lm_head.weight"):
+            if name in directory.specs.keys() - directory.scales.keys() and not ignored(name.removesuffix(".weight")):
+                yield name, f"{directory.specs[name].dtype} values, but its module is not ignored"
 
 
 def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:

@@ -111,6 +111,11 @@ def _is_named(entries: Set[str], module: str) -> bool:
     return module in entries
 
 
+def _ends_so(entries: Set[str], module: str) -> bool:
+    """Whether an entry is the name, or its end behind a dot."""
+    return module in entries or any(module[at + 1 :] in entries for at, letter in enumerate(module) if letter == ".")
+
+
 def _is_below_one(entries: Set[str], module: str) -> bool:
     """Whether the module or one that it is in is named, with or without `model.`."""
     ends = [at for at, letter in enumerate(module) if letter == "."]
@@ -147,6 +152,9 @@ BY_PATH = Matching(_is_below_one)
 
 BY_NAME_OR_REGEX = Matching(_is_named, _REGEX, lambda entry, module: _matches(entry[3:], module))
 """compressed-tensors' own, in vLLM 0.33 compressed_tensors/utils.py is_equal_or_regex_match."""
+
+BY_END_OR_REGEX = Matching(_ends_so, _REGEX, BY_NAME_OR_REGEX.matches)
+"""SGLang 0.5.23 compressed_tensors/utils.py check_equal_or_regex_match."""
 
 BY_START_REGEX_OR_END = Matching(
     _starts_or_ends_so,

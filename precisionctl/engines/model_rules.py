@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,28 @@ from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """Modules called so (`which`, by their names in memory) that an engine makes without quantization, but in `other`
+    models, by the `model_type` of their text model."""
+
+    which: re.Pattern[str]
+    other: Sequence[str] = ()
+
+    def concerns(self, module: str, model_type: object) -> bool | None:
+        """Whether a module of a model is made so; None if it is not called so."""
+        return model_type not in self.other if self.which.fullmatch(module) else None
+
+
+FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
+"""How vLLM and SGLang look for a layer's experts in the list of compressed-tensors."""
+
+_ROUTERS = r"gate|router|block_sparse_moe\.router\.layer"  # the last is Granite's, as in its files
+ROUTERS = re.compile(rf".+\.({_ROUTERS})")
+ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")
+"""The latter are those of shared experts."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         return
     required = {
-        "rope_theta": "rope_theta" in rope,
+        "rope_theta": rope.get("rope_theta") is not None,  # OLMo Hybrid says null where nothing turns
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
         "rope_scaling": rope.get("rope_type", "default") != "default",
     }

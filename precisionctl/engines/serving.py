@@ -22,6 +22,8 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """
 
 _OLMO_HYBRID = tuple(f"linear_attn.{part}_proj" for part in "qkvg")
+INDEXED = ("q_proj", "index_q_proj", "index_k_proj")
+"""MiniMax-M3's, beside the others of attention; vLLM drops an indexer in another form."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -29,7 +31,7 @@ FUSED = (
     ("w1", "w3"),
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
-    ("q_proj", "index_q_proj", "index_k_proj"),  # MiniMax-M3's, beside the first; vLLM drops an indexer in another form
+    INDEXED,
     _OLMO_HYBRID,  # of vLLM (models/olmo_hybrid.py), which alone has that model
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale. Where fewer of
@@ -180,25 +182,26 @@ class ServingLayout:
         cut = (name for name in weights if not (whole and (name.endswith("]") or _EXPERTS.fullmatch(name))))
         return [Finding(name, f"on {self.ranks} GPUs", _UNKNOWN_CUT) for name in cut if self._cut(name) is None]
 
-    def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
+    def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, *, aligned: bool = True) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it
-        takes it. Blocks are cut with a weight, so a part must have whole ones."""
+        takes it. Blocks are cut with a weight, so a part must have whole ones. `aligned`: it multiplies codes."""
         if self.ranks == 1 or not _EXPERTS.fullmatch(name):
-            return self._refusal_of_share(name, spec, block, ragged)
-        whole = replace(self, ranks=1)._refusal_of_share(name, spec, block, ragged)
+            return self._refusal_of_share(name, spec, block, ragged, aligned)
+        whole = replace(self, ranks=1)._refusal_of_share(name, spec, block, ragged, aligned)
         if self.expert_parallel:
             return whole
-        cut = self._refusal_of_share(name, spec, block, ragged)
+        cut = self._refusal_of_share(name, spec, block, ragged, aligned)
         return f"{cut}; with --expert-parallel experts are not cut" if cut and not whole else cut
 
-    def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged) -> str | None:
+    def _refusal_of_share(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, aligned: bool) -> str | None:
         cut, here = self._cut(name) or WHOLE, f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
         outputs, inputs = (spec.columns, spec.rows) if cut.transposed else (spec.rows, spec.columns)
         parts, columns = cut.share(outputs, inputs, self.ranks)
         shape = f"{[columns, sum(parts)] if cut.transposed else [sum(parts), columns]}{here}"
         if 0 in (columns, *parts):
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
-        if spec.codes_name != "INT8" and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
+        aligned &= spec.codes_name != "INT8"
+        if aligned and any(size % GEMM_ALIGNMENT for size in (sum(parts), columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
         high, wide = block
         if cut.by_row and self.ranks > 1 and not (high == 1 and spec.codes_name in ("FP8", "INT8")):

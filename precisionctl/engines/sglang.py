@@ -9,7 +9,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs, without_target
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -17,7 +17,7 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
+from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
 from precisionctl.engines.integer_rules import (
     int8_experts,
     int8_inputs_fixed,
@@ -27,9 +27,14 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import BlocksAlone
+from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, Unquantized
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving import FUSED, INDEXED, LATENT
+
+_INDEXERS = ("index_q_proj", "index_k_proj")
+"""MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
+_UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
 
 ENGINE = Engine(
     name="sglang",
@@ -98,7 +103,7 @@ ENGINE = Engine(
         "linears that it fuses must all have one scheme",
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
     ),
-    fuses=True,
+    fuses=tuple(_INDEXERS if group == INDEXED else group for group in (*FUSED, LATENT)),
     reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
@@ -110,8 +115,10 @@ ENGINE = Engine(
         ),
     },
     expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
+    unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), _UNQUANTIZED),
+    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
     ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
+        "compressed-tensors": IgnoreList(("ignore",), BY_END_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
         # read as its own mxfp8
         ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH, heads_apart=True),
@@ -119,8 +126,16 @@ ENGINE = Engine(
         "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
     },
     demands={
+        without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "SGLang 0.5.23 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
+        ),
         in_another_group(fuses=True, class_first=True): EngineRule(
             "of several config groups it takes that of a linear as it is fused, else of the class, else of its parts",
+            "SGLang 0.5.23 compressed_tensors/utils.py find_matched_target",
+        ),
+        without_target(_UNQUANTIZED): EngineRule(
+            "it raises an error for a linear that is neither a target nor ignored",
             "SGLang 0.5.23 compressed_tensors/utils.py find_matched_target",
         ),
         unsaid_activations("fp8", "mxfp8"): EngineRule(

@@ -9,6 +9,7 @@ from precisionctl.engines.demands import classes_in_several_groups, said_twice_d
 from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, IgnoreList
 from precisionctl.engines.required_keys import of_models, rotary_of_transformers_4
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving import FUSED, LATENT
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
@@ -65,7 +66,7 @@ ENGINE = Engine(
     all_or_none=EngineRule(
         "linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"
     ),
-    fuses=True,
+    fuses=(*FUSED, LATENT),
     reads_conv1d=True,
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),

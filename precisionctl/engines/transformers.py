@@ -8,16 +8,26 @@ import re
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
-from precisionctl.engines.config_groups import in_another_group
-from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
+from precisionctl.engines.demands import (
+    exponents_named,
+    heads_beside_a_list,
+    named,
+    scales_beyond_bf16,
+    unsaid_tensors,
+    without_dimension,
+)
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
 from precisionctl.engines.integer_rules import zero_points_of
-from precisionctl.engines.model_rules import ExpertDtype
+from precisionctl.engines.model_rules import ROUTERS, ExpertDtype, Unquantized
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
+_GATEWAYS = ("d_fine", "deimv2")
+"""Models in which `gate` is a linear, as in `afmoe`; routers of others are classes of their own, two of which are made
+from nn.Linear, which is enough for compressed-tensors alone."""
 _NUMBERED_EXPERTS = re.compile(r".+\.layers\.\d+\.(mlp\.)?experts\.\d+\..+")
 
 ENGINE = Engine(
@@ -66,6 +76,14 @@ ENGINE = Engine(
         "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
     ),
     aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
+    decodes={
+        "compressed-tensors": EngineRule(
+            "it decodes codes before it multiplies; only with `use_optimized_inference=True` it multiplies codes of "
+            "FP8, in multiples of 16",
+            "transformers 5.23 integrations/compressed_tensors.py CompressedTensorsFP8Linear, torch scaled_mm",
+            fatal=False,
+        ),
+    },
     blocks=EngineRule(
         "the size of a block is the weight's by the number of scales, so all must be whole",
         "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
@@ -102,6 +120,12 @@ ENGINE = Engine(
     loads_own_classes=True,
     one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
     in_one=dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS),  # no converter: 5.23 conversion_mapping.py
+    unquantized={
+        "compressed-tensors": Unquantized(ROUTERS, ("afmoe", "llama4_text", "phimoe", *_GATEWAYS)),
+        **dict.fromkeys(("fp8", "mxfp8"), Unquantized(ROUTERS, ("afmoe", *_GATEWAYS))),
+    },
+    experts_in_list=dict.fromkeys(("fp8", "mxfp8"), ("",)),
+    experts_as_one=frozenset({"fp8", "mxfp8"}),
     expert_dtype={
         "deepseek_v4": ExpertDtype(
             lambda config: {**config, **config["quantization_config"]}.get("expert_dtype", "fp8"),
@@ -111,7 +135,7 @@ ENGINE = Engine(
             ),
         ),
     },
-    fuses=False,
+    fuses=(),
     reads_conv1d=False,
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
@@ -119,9 +143,17 @@ ENGINE = Engine(
         "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
     },
     demands={
+        without_scale_of_inputs(fuses=False): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
+        ),
         in_another_group(fuses=False): EngineRule(
             "of several config groups it takes that of a linear's name, else of an expression, else of the class",
             "compressed-tensors 0.20 utils/match.py match_targets",
+        ),
+        heads_beside_a_list: EngineRule(
+            "where there is a list, even an empty one, it also quantizes a head that is not in it",
+            "transformers 5.23 quantizers/base.py get_modules_to_not_convert, integrations/finegrained_fp8.py",
         ),
         unsaid_tensors: EngineRule(
             "without weight_block_size it expects blocks of 128",

@@ -10,7 +10,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group
+from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -28,10 +28,11 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, ExpertDtype, Unquantized
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving import FUSED, LATENT
 
 ENGINE = Engine(
     name="vllm",
@@ -115,7 +116,7 @@ ENGINE = Engine(
     all_or_none=EngineRule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
     ),
-    fuses=True,
+    fuses=(*FUSED, LATENT),
     reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
@@ -135,7 +136,11 @@ ENGINE = Engine(
             ),
         ),
     },
-    experts_in_list={"compressed-tensors": ("gate_proj", "up_proj", "down_proj")},
+    unquantized=dict.fromkeys(
+        ("compressed-tensors", "modelopt", "mxfp8", "fp8", "quark"),  # models/: GateLinear, by its quant_config
+        Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon")),
+    ),
+    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
     ignores={
         "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
         "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
@@ -144,6 +149,10 @@ ENGINE = Engine(
         "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
     },
     demands={
+        without_scale_of_inputs(fuses=True): EngineRule(
+            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            "vLLM 0.33 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
+        ),
         in_another_group(fuses=True): EngineRule(
             "of several config groups it takes that of a linear as it is fused, else of its parts, else of the class",
             "vLLM 0.33 compressed_tensors/utils.py find_matched_target",

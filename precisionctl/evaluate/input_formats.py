@@ -1,17 +1,17 @@
 """What engines round the inputs of stored codes to, as the config says it.
 
 Which format a weight has follows from its tensors. Of inputs there is no tensor where engines make their scales. So
-where a config has formats that differ in these alone, its lists of modules decide, matched as engines match them.
+where a config has formats that differ in these alone, its lists of modules decide, matched as vLLM matches them.
 """
 
 from collections.abc import Sequence
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, names_in_layers
+from precisionctl.engines.config_groups import Targets
+from precisionctl.engines.ignore_lists import BY_GLOB, names_in_layers
 from precisionctl.errors import PrecisionError
 from precisionctl.quant_methods.base import CodeFormat, InputFormat, QuantMethod, sized
 
-_MATCHING = {"compressed-tensors": BY_NAME_OR_REGEX, "quark": BY_GLOB}
 _OF_CLASSES = ("Linear", "")
 """Targets that mean all linears that no other target names: theirs first, then the config's own default."""
 
@@ -23,8 +23,11 @@ class InputFormats:
         self._encodings = encodings
         quantization = method.read(encodings.quantization)
         self._by_target, self._all = quantization.by_target, quantization.formats
-        matching = _MATCHING.get(method.name)
-        self._first = matching.first(self._by_target) if matching else None
+        modules = {name.removesuffix(".weight") for name in encodings.weights}
+        self._first = {
+            "compressed-tensors": Targets(self._by_target, modules, fuses=True).of,
+            "quark": BY_GLOB.first(self._by_target),
+        }.get(method.name)
 
     def of(self, names: Sequence[str]) -> InputFormat | None:
         """What the inputs of weights become that are computed as one; None where these stay as they are. Raises

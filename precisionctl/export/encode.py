@@ -239,15 +239,15 @@ def in_scheme(
     refusal: Refusal,
     *,
     why_no_state: str,
-    without_blocks: Sequence[Scheme] = (),
+    advice: Callable[[Sequence[Job]], str] = lambda left: "Name modules in --exclude.",
     keep_refused: bool = False,
     kept: KeptList | None = None,
 ) -> InScheme:
     """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. A weight with a `refusal` is an error, for which the engine's schemes
-    `without_blocks` may be a way out; with `keep_refused` it stays in BF16, and so do the weights that engines want in
-    the same form. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error, with `advice`, which is given
+    the jobs that are left without such weights and those that engines want in the same form; with `keep_refused` these
+    stay in BF16. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from
     `states`; if there are none, `why_no_state` says why.
 
     Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
@@ -255,25 +255,19 @@ def in_scheme(
     """
     jobs = fp8_jobs(plan, precision)
     refused = {name: why for job in jobs for name in job.weights if (why := refusal(name, plan.targets[name]))}
+    misfits = refused | along_with(refused, (name for job in jobs for name in job.weights))
+    jobs = [job for job in jobs if misfits.keys().isdisjoint(job.weights)]
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
         weights = counted(len(refused), "weight has a shape", "weights have shapes")
         which = f"the first is `{name}`" if len(refused) > 1 else f"`{name}`"
-        others = "" if form.scheme in without_blocks else " or ".join(without_blocks)
-        others = others and f"--scheme {others}, without blocks, or "
-        raise PrecisionError(
-            f"{weights} that the engine refuses, {which}: {why}",
-            do=f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
-            "them; or name modules in --exclude, or keep_bf16 of a --recipe.",
-        )
-    refused |= along_with(refused, (name for job in jobs for name in job.weights))
-    jobs = [job for job in jobs if refused.keys().isdisjoint(job.weights)]
+        raise PrecisionError(f"{weights} that the engine refuses, {which}: {why}", do=advice(jobs))
     if not jobs:
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
-            + (f": the engine takes none of {len(refused)} for their shapes" if refused else ""),
+            + (f": the engine takes none of {len(misfits)} for their shapes" if misfits else ""),
             do="Another scheme of `export-inference` (--scheme) has other blocks; --include takes more linears."
-            if refused
+            if misfits
             else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = None
@@ -286,7 +280,7 @@ def in_scheme(
                 where=f"architecture {plan.model.architecture}",
                 do="`export-inference --scheme static` has one scale for all of a weight.",
             )
-    return InScheme(form, jobs, refused, inputs, kept)
+    return InScheme(form, jobs, misfits, inputs, kept)
 
 
 def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:

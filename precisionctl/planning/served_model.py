@@ -21,7 +21,8 @@ _OUTPUT_GROUPS = ".linear_o_group_proj"
 vLLM's and SGLang's classes)."""
 
 _INDEXER, _INDEX_QUERIES = ".indexer.", ".indexer.linear_q.weight"
-"""MiniMax-M3's, of which vLLM deals out heads as it does key-value heads (MinimaxM3QKVParallelLinearWithIndexer)."""
+"""MiniMax-M3's, whose heads engines deal out as they do key-value heads: where there are fewer than GPUs, several have
+the same (SGLang's MiniMaxM3Attention; vLLM's MinimaxM3QKVParallelLinearWithIndexer, which wants as many of both)."""
 
 _BEFORE_PREDICTION = (".eh_proj.weight", ".e_proj.weight", ".h_proj.weight")
 """What gives a layer of multi-token prediction its input: cut on Megatron's ranks, while engines' GPUs have all of it.
@@ -54,6 +55,8 @@ def _heads(model: ModelShape) -> Iterator[HeadCounts]:
         yield HeadCounts(model.mamba.num_heads, model.mamba.num_heads, "heads of mixers")
         if model.mamba.num_groups > 1:  # one group is copied to every GPU
             yield HeadCounts(model.mamba.num_groups, model.mamba.num_groups, "groups of mixers")
+    if model.msa and model.msa.n_heads != model.num_query_groups:
+        yield HeadCounts(model.num_attention_heads, model.msa.n_heads, "heads, as indexers group them,")
     if model.csa:
         yield HeadCounts(model.csa.o_groups, model.csa.o_groups, "groups of output projections")
 
@@ -68,8 +71,8 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
         return []
     if row.megatron.endswith(_OUTPUT_GROUPS):
         return [Cut("outputs")]
-    if row.megatron.endswith(_INDEX_QUERIES) and of_gemm:
-        return [Cut("outputs", (Part(1, model.num_query_groups),))]
+    if row.megatron.endswith(_INDEX_QUERIES) and of_gemm and model.msa:
+        return [Cut("outputs", (Part(1, model.msa.n_heads),))]
     if not of_gemm:
         whole = row.megatron.endswith(_BEFORE_PREDICTION) or _INDEXER in row.megatron
         return [WHOLE] if whole else []

@@ -190,7 +190,7 @@ def together(parts: Iterable[tuple[Sequence[str], Quantization]]) -> Quantizatio
     formats = dict.fromkeys(form for _, part in listed for form in part.formats)
     by_target: dict[str, tuple[CodeFormat, ...]] = {}
     for targets, part in listed:
-        by_target |= {target: part.formats for target in targets if target not in by_target}
+        by_target |= dict.fromkeys(targets, part.formats)  # of a target that several parts have, the last counts
     return Quantization(tuple(formats), static.pop() if len(static) == 1 else None, by_target)
 
 

@@ -161,6 +161,14 @@ def _inputs(inputs: Mapping[str, Any] | None, known: Sequence[Element]) -> Input
     return InputFormat(None, ", ".join(said))
 
 
+def fixes_inputs(group: Mapping[str, Any]) -> bool:
+    """Whether a config group says that inputs have a fixed scale, which may be a global one."""
+    inputs = _arguments(group, "input_activations")
+    if inputs is None or inputs.get("dynamic") is True:
+        return False
+    return inputs.get("strategy") in ("tensor", "tensor_group")
+
+
 def _targets(group: object) -> list[str]:
     """The names, patterns and classes of modules that a group is for."""
     found = group.get("targets") if isinstance(group, Mapping) else None

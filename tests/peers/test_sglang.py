@@ -1,28 +1,41 @@
-"""What SGLang computes as one, read in its wheel: its modules ask for CUDA, and are not run."""
+"""What SGLang computes as one, read in its wheel: its modules ask for CUDA, and are not run. And which config group it
+takes, by the functions of its wheel that need nothing."""
 
 import ast
+import random
+import re
 import subprocess
 import sys
+import typing
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from precisionctl.engines.config_groups import Targets
+from precisionctl.engines.ignore_lists import BY_END_OR_REGEX
 from precisionctl.engines.serving import FUSED, LATENT
 
 WHEEL = "sglang==0.5.23"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "gpt2", "gpt_j")
 MODELS = (*FAMILIES, "gemma2", "gemma3_causal")
+TARGETS = "sglang/srt/layers/quantization/compressed_tensors/utils.py"
 KNOWN = {*FUSED, LATENT}
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ast.Module]:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     wanted = ["--no-deps", "--platform", "manylinux_2_34_x86_64", "--python-version", "3.11", "--only-binary=:all:"]
     command = [sys.executable, "-m", "pip", "download", "-q", *wanted, "--dest", folder, WHEEL]
     subprocess.run(command, check=True)
-    (wheel,) = Path(folder).glob("*.whl")
+    (found,) = Path(folder).glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources(wheel: Path) -> dict[str, ast.Module]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: ast.parse(archive.read(f"sglang/srt/models/{name}.py")) for name in MODELS}
 
@@ -55,3 +68,45 @@ def test_every_group_is_known(sources: dict[str, ast.Module]) -> None:
     for name, module in sources.items():
         assert groups(module) | loaded_together(module) <= KNOWN, name
     assert ("q_proj", "k_proj", "v_proj") in loaded_together(sources["mixtral"])
+
+
+class QKVParallelLinear:
+    """As SGLang calls the class of a linear."""
+
+
+def test_a_target_is_chosen_as_sglang_chooses_it(wheel: Path) -> None:
+    """Its functions need nothing but the standard library: they are taken out of the file, and run."""
+    with zipfile.ZipFile(wheel) as archive:
+        functions = [each for each in ast.parse(archive.read(TARGETS)).body if isinstance(each, ast.FunctionDef)]
+    theirs: dict[str, Any] = {**vars(typing), "re": re, "MappingProxyType": dict, "Module": object}
+    wanted = [each for each in functions if each.name != "is_activation_quantization_format"]
+    exec(compile(ast.Module(wanted, []), TARGETS, "exec"), theirs)
+    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    fused = {f"{path}.{part}": f"{path}.{into}" for path, into in PATHS.items() for part in parts[into]}
+    modules = [*fused, "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+    patterns = [
+        "re:.*self_attn.*",
+        r"re:.*\.(q|k)_proj$",
+        r"re:.*\.q_proj",
+        "re:.*_proj",
+        "re:.*qkv.*",
+        "re:.*gate_up.*",
+    ]
+    draw, without = random.Random(0), 0
+    for _ in range(500):
+        targets = draw.sample(["Linear", *modules, *fused.values(), *patterns], draw.randint(1, 5))
+        ours = Targets(targets, set(modules), fuses=True, class_first=True)
+        ends = [target[draw.choice([0, len("model."), len("model.layers.0.")]) :] for target in targets]
+        ignored = BY_END_OR_REGEX.of(ends)
+        for module in modules:
+            assert ignored(module) == theirs["check_equal_or_regex_match"](module, ends)
+            try:
+                chosen = theirs["find_matched_target"](fused.get(module, module), QKVParallelLinear(), targets, parts)
+            except ValueError:
+                chosen = None
+            assert ours.of(module) == chosen, (targets, module)
+            without += chosen is None
+    assert 0.1 < without / (500 * len(modules)) < 0.9
+
+
+PATHS = {"model.layers.0.self_attn": "qkv_proj", "model.layers.0.mlp": "gate_up_proj"}

@@ -1,0 +1,81 @@
+"""Weights that an engine does not take in the format of an export, and what can be done about them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from precisionctl.engines.base import Engine
+from precisionctl.engines.rule import Finding
+from precisionctl.engines.serving import ServingLayout
+from precisionctl.errors import PrecisionError
+from precisionctl.export.encode import WeightFormat, fp8_jobs
+from precisionctl.export.schemes import schemes_of
+from precisionctl.planning.plan import Job, Plan
+from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import BLOCKS, FOUR_BITS, Scheme, quant_methods
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """An export of a plan of values to an engine in a `form`, and what of it the engine does not take."""
+
+    engine: Engine
+    plan: Plan
+    precision: Precision
+    form: WeightFormat
+    layout: ServingLayout
+    config: Mapping[str, Any]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those whose weights become codes if all fit."""
+        return fp8_jobs(self.plan, self.precision)
+
+    def check_taken(self, jobs: Iterable[Job]) -> None:
+        """Raise PrecisionError if the engine does not load experts among the weights of these jobs as codes, or loses
+        tensors that it joins with others beside these codes."""
+        coded = [name for job in jobs for name in job.weights]
+        if found := self.engine.check_experts(coded, self.form.method.name, self.form.scheme):
+            do = "Choose another scheme (`export-inference --scheme`)"
+            if not self._loses(self.form, ()):  # else the engine would lose them in BF16
+                do += ", or leave the experts in BF16: --exclude '*.experts.*'"
+            what = f"{self.engine.title} does not load {found[0].what}"
+            raise PrecisionError(what, where=found[0].where, do=f"{do}.")
+        if found := self._loses(self.form, coded):
+            raise PrecisionError(
+                f"{self.engine.title} loses tensors that it joins with others as it loads them: {found[0].what}",
+                where=found[0].where,
+                do="Choose --scheme static or dynamic, or another engine (--target).",
+            )
+
+    def advice(self, left: Sequence[Job]) -> str:
+        """What to do if not all weights fit, and these jobs are left without those that do not."""
+        others = " or ".join(self._schemes())
+        others = others and f"--scheme {others}, which takes them, or "
+        if not left or self._loses(self.form, [name for job in left for name in job.weights]):  # in BF16, they would be
+            return f"`export-inference` has {others}--target, for another engine."
+        return (
+            f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
+            "them; or name modules in --exclude, or keep_bf16 of a --recipe."
+        )
+
+    def _schemes(self) -> list[Scheme]:
+        """The other schemes in which the engine takes all weights; those of four bits beside such a one alone."""
+        bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
+        return [each for each in (*bits, *schemes_of(self.engine, self.plan, self.precision)) if self._fits(each)]
+
+    def _fits(self, scheme: Scheme) -> bool:
+        form = replace(self.form, method=quant_methods()[self.engine.spells[scheme]], scheme=scheme)
+        names, method = [name for job in self.jobs for name in job.weights], form.method.name
+        refusal = partial(self.engine.refusal, block=BLOCKS[scheme], served=self.layout, method=method)
+        return not (
+            self.engine.check_experts(names, method, scheme)
+            or any(refusal(name, self.plan.targets[name]) for name in names)
+            or self._loses(form, names)
+        )
+
+    def _loses(self, form: WeightFormat, coded: Iterable[str]) -> list[Finding]:
+        codes = {name: form.spelling.codes(self.plan.targets[name], form.scheme) for name in coded}
+        quantization = form.spelling.config(form.scheme, ())
+        return self.engine.check_joined(self.config, form.method, quantization, {**self.plan.targets, **codes})

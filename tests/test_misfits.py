@@ -1,0 +1,64 @@
+"""What an export advises where an engine does not take a weight's shape: what is advised works."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import conversions
+import pico
+import pytest
+import torch
+
+from precisionctl.commands.request import Request
+from precisionctl.errors import PrecisionError
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+
+
+def refused(source: Path, out: Path, target: str, scheme: str, **more: Any) -> str:
+    with pytest.raises(PrecisionError) as error:
+        conversions.carry_out(Request.export(source, out, target, scheme, **more), workers=1)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+CASES = {
+    "experts that INT4 would lose in BF16": (
+        ("qwen3-moe", "transformers", "w4a16", {"moe_intermediate_size": 96}),
+        ["mxfp4", "static", "dynamic"],
+        False,
+    ),
+    "inputs that 128 does not divide": (
+        ("llama-3", "vllm", "w4a16", {"intermediate_size": 160}),
+        ["nvfp4", "nvfp4a16", "mxfp4", "static", "dynamic", "mxfp8"],
+        True,
+    ),
+    "blocks": (("llama-3", "vllm", "block", {"intermediate_size": 160}), ["static", "dynamic", "mxfp8"], True),
+    "none that fits": (("llama-3", "vllm", "block", {"hidden_size": 100, "intermediate_size": 100}), [], False),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_advised_against_misfits_works(tmp_path: Path, case: Any) -> None:
+    (family, target, scheme, sizes), others, keeping = case
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **(SIZES | sizes))
+    said = refused(tmp_path / "source", tmp_path / "out", target, scheme)
+    advised = re.search(r"--scheme ([\w ]+)", said)
+    assert (advised[1].split(" or ") if advised else []) == others
+    assert ("--keep-misfits" in said) == keeping == ("--exclude" in said)
+    assert ("--target" in said) == (not keeping)
+    for other in {*others} - {"static", "nvfp4"}:  # these ask for amaxes of inputs
+        request = Request.export(tmp_path / "source", tmp_path / other, target, other)  # type: ignore[arg-type]
+        conversions.carry_out(request, workers=1)
+    if keeping:
+        request = Request.export(tmp_path / "source", tmp_path / "kept", target, scheme, keep_misfits=True)
+        conversions.carry_out(request, workers=1)
+    else:
+        assert refused(tmp_path / "source", tmp_path / "kept", target, scheme, keep_misfits=True) != said
+
+
+def test_what_no_shape_helps_is_said_before_shapes(tmp_path: Path) -> None:
+    """Convolutions of OLMo Hybrid, which transformers loses beside four bits."""
+    pico.save(tmp_path / "source", "olmo-hybrid", dtype=torch.bfloat16)
+    for keep in (False, True):
+        said = refused(tmp_path / "source", tmp_path / "out", "transformers", "mxfp4", keep_misfits=keep)
+        assert "loses tensors that it joins" in said and "--keep-misfits" not in said
