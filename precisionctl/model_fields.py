@@ -8,7 +8,7 @@ from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
@@ -72,6 +72,8 @@ class ModelFields:
 
     # Positions
     position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    unread_positions: int = 0
+    """Rows behind the learned positions, which no text reads."""
     rotary_base: float = 10000.0
     rotary_base_local: float | None = None
     """The base in layers with a window, where no scaling applies (None: `rotary_base`, scaled)."""

@@ -85,7 +85,8 @@ def used(model: ModelShape) -> dict[str, object]:
         found |= dict.fromkeys(("activation_clamp", "glu_offset"))
     if model.learned_positions:
         rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
-        found |= dict.fromkeys((*rotary, "rope_layers"))
+        found |= dict.fromkeys((*rotary, "rope_layers", "unread_positions"))
+        found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
     elif (model.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
         found["max_position_embeddings"] = None
     return found

@@ -349,6 +349,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (SCALED, {"query_scaling_beta": 0.5}),
     (SCALED_WITHOUT_ROPE, {"query_scaling_floor": 2}),
     (LEARNED, {"max_position_embeddings": 64}),
+    (LEARNED, {"unread_positions": 2}),
     *(
         (dataclasses.replace(WIDE, rope_scaling=YARN | {"beta_fast": 1.5}), {"rope_scaling": YARN | change})
         for change in (

@@ -258,6 +258,8 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
     channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
+    if model.activation == "relu" and not kept.codes:  # it saves what it gives, which the next GEMM reads
+        channel -= 2
     channel /= kept.tensor
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)

@@ -42,6 +42,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
+    "unread_positions": ANY,
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
     **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met

@@ -20,7 +20,7 @@ class Embedding(nn.Module):
         self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
         self.position_embeddings: nn.Embedding | None = None
         if model.learned_positions:
-            rows, dtype, device = model.max_position_embeddings, backend.dtype, backend.device
+            rows, dtype, device = model.position_rows, backend.dtype, backend.device
             self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
             nn.init.normal_(self.position_embeddings.weight, std=0.02)
         self.multiplier, self.rounded_multiplier = model.embedding_multiplier, model.rounded_embedding_multiplier
