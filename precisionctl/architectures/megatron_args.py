@@ -140,7 +140,7 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
     args: dict[str, Any] = {"swiglu": swiglu, "squared_relu": model.activation == "squared_relu"}
     if model.activation == "gelu_tanh":
         args["bias_gelu_fusion"] = True  # Megatron's fused kernel is the approximation, and its F.gelu is not
-    if model.activation == "gelu":
+    if model.activation in ("gelu", "relu"):  # of ReLU no argument says anything
         args["bias_gelu_fusion"] = False
     if model.gated_linear_unit and not swiglu:
         args |= {"gated_linear_unit": True, "quick_geglu": model.activation == "quick_gelu"}
