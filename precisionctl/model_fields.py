@@ -71,7 +71,8 @@ class ModelFields:
     """Added to a gated MLP's linear half, after `activation_clamp`."""
 
     # Positions
-    position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    position_embedding: Literal["rope", "learned_absolute", "alibi"] = "rope"
+    """`alibi` (arXiv 2108.12409): scores fall with distance, for each head by a slope of its own."""
     unread_positions: int = 0
     """Rows behind the learned positions, which no text reads."""
     rotary_base: float = 10000.0
@@ -139,6 +140,8 @@ class ModelFields:
     """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
     embedding_norm: bool = False
     """They are normalised by an RMSNorm without weights."""
+    embedding_layernorm: bool = False
+    """They are normalised as what attention reads is."""
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""

@@ -183,6 +183,10 @@ class ModelShape(ModelFields):
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
 
     @property
+    def alibi(self) -> bool:
+        return self.position_embedding == "alibi"
+
+    @property
     def position_rows(self) -> int:
         """Rows of the table of learned positions."""
         return self.max_position_embeddings + self.unread_positions

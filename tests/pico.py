@@ -711,6 +711,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": 8,
     },
+    "bloom": {"model_type": "bloom", "num_attention_heads": 6, "hidden_size": 96, "initializer_range": 0.06},
     "flint": {
         "model_type": "flint",
         "num_hidden_layers": 5,

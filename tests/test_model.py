@@ -114,6 +114,7 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("nanochat", {"embedding_norm": False}),
     ("nanochat", {"qk_l2_norm": False}),
     ("opt", {"activation": "squared_relu"}),
+    ("bloom", {"position_embedding": "rope"}),
     ("gpt-neo", {"query_pre_attn_scalar": None}),
     ("gpt-neo", {"window_layers": None}),
     ("flint", {"rope_layers": None}),
@@ -139,7 +140,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
-    *("opt", "gpt-neo"),
+    *("opt", "gpt-neo", "bloom"),
 )
 
 

@@ -31,6 +31,7 @@ NOT_KNOWN = (
     "llama4",
     "deepseek-v4",
     "falcon",
+    "bloom",
     "lfm",
     "olmo-hybrid",
     "kimi-linear",

@@ -97,7 +97,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
         "layernorm_zero_centered_gamma": model.zero_centered_gamma,
-        "position_embedding_type": "none" if _rope_nowhere(model) else model.position_embedding,
+        "position_embedding_type": "none" if _rope_nowhere(model) or model.alibi else model.position_embedding,
         "max_position_embeddings": model.position_rows,
         "seq_length": model.max_position_embeddings,
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
