@@ -8,7 +8,7 @@ from precisionctl.model_parts import MLA, GlobalAttention, HyperConnections, MoE
 from precisionctl.recurrent_parts import GatedDeltaNet, Mamba2, Multipliers, ShortConv
 from precisionctl.sparse_parts import CSA, DSA, MSA
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu", "xielu"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x); `xielu` has parameters in each
 layer."""
 
@@ -71,7 +71,10 @@ class ModelFields:
     """Added to a gated MLP's linear half, after `activation_clamp`."""
 
     # Positions
-    position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    position_embedding: Literal["rope", "learned_absolute", "alibi"] = "rope"
+    """`alibi` (arXiv 2108.12409): scores fall with distance, for each head by a slope of its own."""
+    unread_positions: int = 0
+    """Rows behind the learned positions, which no text reads."""
     rotary_base: float = 10000.0
     rotary_base_local: float | None = None
     """The base in layers with a window, where no scaling applies (None: `rotary_base`, scaled)."""
@@ -137,6 +140,8 @@ class ModelFields:
     """The multiplier is rounded to the dtype of the embeddings first (Gemma)."""
     embedding_norm: bool = False
     """They are normalised by an RMSNorm without weights."""
+    embedding_layernorm: bool = False
+    """They are normalised as what attention reads is."""
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""

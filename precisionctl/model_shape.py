@@ -33,6 +33,7 @@ class ModelShape(ModelFields):
             raise DamagedCheckpoint(what)
         check_size(self.num_layers, "num_layers", MOST_LAYERS)
         check_count(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
+        check_count(self.unread_positions, "unread_positions", LARGEST)
         for field in _REALS:
             if getattr(self, field) is not None:
                 real(getattr(self, field), field)
@@ -180,6 +181,15 @@ class ModelShape(ModelFields):
         if self.mla is None:
             return self.key_size + self.value_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
+
+    @property
+    def alibi(self) -> bool:
+        return self.position_embedding == "alibi"
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.max_position_embeddings + self.unread_positions
 
     @property
     def fc1_size(self) -> int:

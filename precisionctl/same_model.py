@@ -9,6 +9,7 @@ from precisionctl.untabled_model import UntabledModel
 STORED = (
     *("architecture", "wrapper", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
+    "unread_positions",
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
@@ -83,10 +84,14 @@ def used(model: ModelShape) -> dict[str, object]:
         found["rope_layers"] = None
     if not model.gated_linear_unit:
         found |= dict.fromkeys(("activation_clamp", "glu_offset"))
-    if model.learned_positions:
+    if model.position_embedding != "rope" or not any(model.rope_layers or (True,)):
         rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
-        found |= dict.fromkeys((*rotary, "rope_layers"))
-    elif (model.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
+        found |= dict.fromkeys(rotary)
+    if model.position_embedding != "rope":
+        found["rope_layers"] = None
+    if model.learned_positions:
+        found["max_position_embeddings"] = model.position_rows  # Megatron counts them together
+    elif not found["rope_scaling"] or (model.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
         found["max_position_embeddings"] = None
     return found
 

@@ -35,13 +35,13 @@ CORE_LATER = (
     *("qwen2-window", "qwen3-moe-scores-of-all", "deepseek-v2", "qwen2-moe", "smollm3-window", "seed-oss", "ministral"),
     *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss", "qwen3-5-moe"),
     *("solar-open", "youtu", "hy-v3", "exaone-moe", "glm", "jais2", "iquestcoder", "cwm", "helium"),
-    *("minicpm3-plain", "gpt-bigcode", "gpt-bigcode-by-head"),
+    *("minicpm3-plain", "gpt-bigcode", "gpt-bigcode-by-head", "flint", "opt-without-biases"),
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
 CORE_LOADS = (
     *("granite", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite-swa", "hunyuan", "hunyuan-moe"),
-    *("llama4", "ministral3", "mistral4", "mellum"),
+    *("llama4", "ministral3", "mistral4", "mellum", "gpt-neo"),
 )
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 

@@ -294,17 +294,17 @@ def test_of_a_base_in_four_bits_too(tmp_path: Path) -> None:
 
 
 def test_of_a_base_without_a_table_too(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("opt", hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4)
-    config.vocab_size, config.word_embed_proj_dim, config.max_position_embeddings = 250, 64, 32
+    config = AutoConfig.for_model("xglm", d_model=64, ffn_dim=96, num_layers=1, attention_heads=4)
+    config.vocab_size, config.max_position_embeddings = 250, 32
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     model.save_pretrained(tmp_path / "base")
-    module = "model.decoder.layers.0.fc1"
+    module = "model.layers.0.fc1"
     tensors = linear(module, 96, 64)
     merged = merge(tmp_path / "base", tmp_path / "out", tensors)
     a, b = tensors.values()
     before = model.state_dict()[f"{module}.weight"]
     assert torch.equal(merged[f"{module}.weight"], (before.float() + b @ a * 2.0).bfloat16())
-    embedding = "model.decoder.embed_tokens"  # tied to the output layer
+    embedding = "model.embed_tokens"  # tied to the output layer
     tensors = {f"{embedding}.lora_embedding_A": random(4, 250), f"{embedding}.lora_embedding_B": random(64, 4)}
     with pytest.raises(MappingError, match="changes one of the two"):
         merge(tmp_path / "base", tmp_path / "other", tensors)

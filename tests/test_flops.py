@@ -31,8 +31,8 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
-    """What the convention passes over: half of attention, above the diagonal, padding of values, sinks, routers, gates
-    of shared experts, indexers of blocks, and what gated delta nets and mixers take beside."""
+    """What the convention passes over: half of attention, above the diagonal, padding of values, sinks, slopes,
+    routers, gates of shared experts, indexers of blocks, and what gated delta nets and mixers take beside."""
     nets, mixers = (sum(map(has, range(model.num_layers))) for has in (model.has_delta_net, model.has_mixer))
     chunk, above = model.attention_chunk_size, 0
     for layer in range(model.num_layers):
@@ -43,9 +43,9 @@ def left_out(model: ModelShape, lengths: list[int]) -> int:
             convention = pairs * (attention.query_size + attention.projection_size) // 2
             if attention.attn_logit_softcapping is not None:
                 above += convention
-            else:  # values are padded, and a sink is one more key, with one more query, of wider heads
+            else:  # values are padded, and a sink is one more key, with one more query, of wider heads, as with slopes
                 sink = attention.softmax_offset
-                wide = attention.query_size + sink * SINK_CHANNELS * attention.num_attention_heads
+                wide = attention.query_size + (sink or attention.alibi) * SINK_CHANNELS * attention.num_attention_heads
                 above += 2 * sum((length + sink) ** 2 for length in in_chunks) * wide - convention
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
     gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0

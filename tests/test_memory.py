@@ -213,6 +213,7 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
         "llama-2",
         "llama-tied",
         "gpt2",
+        "opt",
         "qwen3-moe",
         "deepseek-v2",
         "deepseek-v3",

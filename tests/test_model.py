@@ -113,6 +113,12 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("lfm3", {"linear_gate": "softplus per head"}),
     ("nanochat", {"embedding_norm": False}),
     ("nanochat", {"qk_l2_norm": False}),
+    ("opt", {"activation": "squared_relu"}),
+    ("bloom", {"position_embedding": "rope"}),
+    ("gpt-neo", {"query_pre_attn_scalar": None}),
+    ("gpt-neo", {"window_layers": None}),
+    ("flint", {"rope_layers": None}),
+    ("flint", {"moe.score_function": "softmax"}),
 ]
 """What no tensor's shape shows."""
 
@@ -133,7 +139,8 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
-    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat"),
+    *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
+    *("opt", "gpt-neo", "bloom"),
 )
 
 

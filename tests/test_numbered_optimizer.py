@@ -31,6 +31,7 @@ NOT_KNOWN = (
     "llama4",
     "deepseek-v4",
     "falcon",
+    "bloom",
     "lfm",
     "olmo-hybrid",
     "kimi-linear",
@@ -152,7 +153,7 @@ def stacked(reader: Any, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "spoil", "message"),
     [
-        ("gpt-neox", lambda saved: None, "order of this model's `attention` is not known"),
+        ("gpt-neox", lambda saved: None, "order of this model's `dense_4h_to_h` is not known"),
         (
             "llama-3",
             lambda saved: saved["param_groups"][0]["params"].pop(),

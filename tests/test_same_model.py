@@ -406,6 +406,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "softmax_offset": True,
             "embedding_multiplier": 3.0,
             "embedding_norm": True,
+            "embedding_layernorm": True,
             "post_layernorms": True,
             "pre_layernorms": False,
             "residual_multiplier": 0.5,
@@ -434,6 +435,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     (SCALED, {"query_scaling_beta": 0.5}),
     (SCALED_WITHOUT_ROPE, {"query_scaling_floor": 2}),
     (LEARNED, {"max_position_embeddings": 64}),
+    (LEARNED, {"position_embedding": "alibi"}),
     *(
         (dataclasses.replace(WIDE, rope_scaling=YARN | {"beta_fast": 1.5}), {"rope_scaling": YARN | change})
         for change in (
@@ -766,7 +768,8 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
 @pytest.mark.parametrize(
     ("model", "change"),
     [
-        (DENSE, {"position_embedding": "alibi"}),
+        (DENSE, {"position_embedding": "relative"}),
+        (LATENT_WITHOUT_WINDOW, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "tanh"}),
         *((LATENT_WITHOUT_WINDOW, {name: value}) for name, value in BESIDE_MLA_OTHERWISE.items()),

@@ -9,7 +9,7 @@ import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
 from training import add_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 TEXT: dict[str, Any] = {
     "vocab_size": 80,
@@ -138,8 +138,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llava": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llava_next": {"model_type": "mistral"},
     "internvl": {"model_type": "qwen3"},
+    "lfm2_vl": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm3_vl": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "layer_types": ["conv", "full_attention", "sliding_attention"],
+    },
+    "smolvlm": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "idefics3": {"model_type": "llama", "rms_norm_eps": 1e-5},
 }
-"""What each wrapper's `text_config` is made of, beside TEXT."""
+WRAPPERS = {kind: its for kind, its in WRAPPERS.items() if kind in CONFIG_MAPPING}
+"""What each wrapper's `text_config` is made of, beside TEXT; of those that the installed transformers has."""
 
 
 MISTRAL_4: dict[str, Any] = {
@@ -149,7 +159,7 @@ MISTRAL_4: dict[str, Any] = {
 }
 """Another text model of a `mistral3`: Mistral Small 4's."""
 
-TIED = {"gemma3", "gemma4", "gemma4_unified"}
+TIED = {"gemma3", "gemma4", "gemma4_unified", "lfm2_vl", "lfm3_vl"}
 
 OPTIONAL: dict[str, Any] = {
     "gemma4": {"vision_config": {}, "audio_config": {}},
@@ -216,5 +226,5 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of what sees."""
     words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
-    words += ("patch_merge_mlp", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
+    words += ("connector", "patch_merge_mlp", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
     return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}

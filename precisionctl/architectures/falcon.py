@@ -43,7 +43,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",
     "model.layers.": "transformer.h.",
     "model.norm": "transformer.ln_f",
@@ -51,7 +51,7 @@ _NAMES = {
     "up_proj": "dense_h_to_4h",
     "down_proj": "dense_4h_to_h",
 }
-_QKV = tuple(
+JOINED_QKV = tuple(
     replace(row, names=f"model.layers.{{layer}}.self_attention.query_key_value.{kind}", rearrangement=SAME)
     for row, kind in zip(QKV_LINEAR, ("weight", "bias"), strict=True)
 )
@@ -111,14 +111,14 @@ ARCHITECTURE = Architecture(
             *EMBEDDING,
             *_ONE_NORM,
             *_TWO_NORMS,
-            *_QKV,
+            *JOINED_QKV,
             *PROJ,
             *UNGATED_MLP,
             *FINAL_NORM,
             *FINAL_NORM_BIAS,
             *OUTPUT,
         ),
-        _NAMES,
+        NAMES,
     ),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),

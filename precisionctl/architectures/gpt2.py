@@ -4,6 +4,8 @@ Traps: matrices are stored `[in, out]` (Conv1D), and `c_attn` is all of q, then 
 out the prefix `transformer.`.
 """
 
+from dataclasses import replace
+
 from precisionctl.architectures.config_keys import (
     GELU_TANH,
     VOCABULARY,
@@ -120,16 +122,23 @@ PARAMETERS = (
 )
 
 
-def sizes(number: str, hidden: str, heads: str, inner: str) -> Rule:
+OF_LINEARS = tuple(
+    row if row.rearrangement in (PADDED, GAMMA) else replace(row, rearrangement=SAME) for row in PARAMETERS
+)
+"""The same of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
+
+
+def sizes(number: str, hidden: str, heads: str, inner: str, absent: int | None = None) -> Rule:
     """The keys of layers, channels, heads, each with a key of its own, and an MLP's channels: four times as many where
-    null stands for them."""
+    null stands for them, which is also what stands for a key that is not there, but for `absent`."""
 
     def read(config: Config, where: object) -> Fields:
         count, channels = size(config, heads, where), size(config, hidden, where)
+        width = config.get(inner, absent)
         return {
             "num_layers": layers(config, where, number),
             "hidden_size": channels,
-            "ffn_hidden_size": 4 * channels if config.get(inner) is None else config[inner],
+            "ffn_hidden_size": 4 * channels if width is None else width,
             "num_attention_heads": count,
             "num_query_groups": count,
             "kv_channels": channels // count,
@@ -146,6 +155,8 @@ def sizes(number: str, hidden: str, heads: str, inner: str) -> Rule:
     return Rule((number, hidden, heads, inner), read, write)
 
 
+ACTIVATION = activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new")
+
 SIZES = (
     sizes("n_layer", "n_embd", "n_head", "n_inner"),
     Key("max_position_embeddings", "n_positions"),
@@ -158,7 +169,7 @@ SIZES = (
         }
     ),
     VOCABULARY,
-    activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),
+    ACTIVATION,
     Always("gated_linear_unit", False),
     Always("normalization", "LayerNorm"),
     Key("norm_epsilon", "layer_norm_epsilon", 1e-5),

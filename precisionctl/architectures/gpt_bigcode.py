@@ -4,8 +4,6 @@ Traps: matrices are stored `[out, in]`, other than GPT-2's; `c_attn` is q, k, v 
 has a key of its own.
 """
 
-from dataclasses import replace
-
 from precisionctl.architectures.config_keys import (
     GELU_TANH,
     Always,
@@ -18,10 +16,9 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.gpt2 import PARAMETERS, SIZES
+from precisionctl.architectures.gpt2 import OF_LINEARS, SIZES
 from precisionctl.architectures.llama_rows import OUTPUT
 from precisionctl.architectures.param_map import Alias, Architecture
-from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.model_shape import ModelShape
 
 
@@ -35,10 +32,7 @@ def _write_groups(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_bigcode": "GPTBigCodeForCausalLM"},
-    rows=(
-        *(row if row.rearrangement in (VOCABULARY, GAMMA) else replace(row, rearrangement=SAME) for row in PARAMETERS),
-        *OUTPUT,
-    ),
+    rows=(*OF_LINEARS, *OUTPUT),
     config=(
         *(entry for entry in SIZES if "activation_function" not in entry.keys),
         activation("activation_function", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),

@@ -52,7 +52,7 @@ WITHOUT = (
     *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
 _SAME_NAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
     "make_vocab_size_divisible_by",
 )
@@ -101,7 +101,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
         "layernorm_zero_centered_gamma": model.zero_centered_gamma,
-        "position_embedding_type": "none" if _rope_nowhere(model) else model.position_embedding,
+        "position_embedding_type": "none" if _rope_nowhere(model) or model.alibi else model.position_embedding,
+        "max_position_embeddings": model.position_rows,
         "seq_length": model.max_position_embeddings,
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
@@ -143,7 +144,7 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
     args: dict[str, Any] = {"swiglu": swiglu, "squared_relu": model.activation == "squared_relu"}
     if model.activation == "gelu_tanh":
         args["bias_gelu_fusion"] = True  # Megatron's fused kernel is the approximation, and its F.gelu is not
-    if model.activation == "gelu":
+    if model.activation in ("gelu", "relu"):  # of ReLU no argument says anything
         args["bias_gelu_fusion"] = False
     if model.gated_linear_unit and not swiglu:
         args |= {"gated_linear_unit": True, "quick_geglu": model.activation == "quick_gelu"}

@@ -40,7 +40,7 @@ from precisionctl.architectures.llama_rows import (
     TIED,
     model_rows,
 )
-from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, ROUTER, SHARED_EXPERTS, experts
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, FUSED, MOE_NORM, SHARED_EXPERTS, WIDE_ROUTER, experts
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.rope import rope
@@ -72,7 +72,6 @@ _PUBLISHED_INDEXERS = tuple(  # vLLM computes their projections and those of que
     replace(row, only_exported="linear" in row.megatron) for row in renamed(_INDEXERS, {"indexer.": "index_"})
 )
 
-_ROUTER = replace(ROUTER[0], keeps_dtype=True)  # FP32 as released
 _JOINED_SHARED = replace(
     SHARED_EXPERTS[0],
     names="model.layers.{layer}.mlp.shared_experts.gate_up_proj.weight",
@@ -104,8 +103,8 @@ _ROWS = model_rows(
     DOWN,
     *MOE_NORM,
     _either(
-        (_ROUTER, *EXPERT_BIAS, _JOINED_SHARED, *SHARED_EXPERTS[1:], *FUSED),
-        renamed((_ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *_NUMBERED), _BLOCK),
+        (WIDE_ROUTER, *EXPERT_BIAS, _JOINED_SHARED, *SHARED_EXPERTS[1:], *FUSED),
+        renamed((WIDE_ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS, *_NUMBERED), _BLOCK),
     ),
 )
 

@@ -40,6 +40,9 @@ ROUTER = (
     ),
 )
 
+WIDE_ROUTER = replace(ROUTER[0], keeps_dtype=True)
+"""FP32 as released."""
+
 EXPERT_BIAS = (
     Row(
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -83,8 +86,10 @@ JOINED_SHARED_EXPERT = (
 )
 """Whose gate and up come in one tensor (Granite), the gate first, as in Megatron."""
 
+SHARED_EXPERT = renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"})
+
 GATED_SHARED_EXPERT = (
-    *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+    *SHARED_EXPERT,
     Row(
         "model.layers.{layer}.mlp.shared_expert_gate.weight",
         "decoder.layers.{layer}.mlp.shared_experts.gate_weight",

@@ -22,17 +22,22 @@ from precisionctl.architectures.qwen3 import COMMON
 from precisionctl.model_shape import ModelShape
 
 
-def _read_layers(config: Config, where: object) -> Fields:
-    said = config.get("mlp_only_layers")
-    without = numbered_layers([] if said is None else said, "mlp_only_layers", where)
-    step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
-    numbers = range(layers(config, where))
-    return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
+def experts_by_number(absent: tuple[int, ...] = ()) -> Rule:
+    """Which layers have experts: not those whose numbers `mlp_only_layers` lists, which are `absent` where it does
+    not."""
 
+    def read(config: Config, where: object) -> Fields:
+        said = config.get("mlp_only_layers")
+        without = numbered_layers([*absent] if said is None else said, "mlp_only_layers", where)
+        step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
+        numbers = range(layers(config, where))
+        return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
 
-def _write_layers(model: ModelShape) -> Config:
-    dense = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    def write(model: ModelShape) -> Config:
+        dense = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+    return Rule(("mlp_only_layers", "decoder_sparse_step"), read, write)
 
 
 def scores(default: bool) -> Rule:
@@ -50,7 +55,7 @@ EXPERTS_OF_LAYERS: tuple[Entry, ...] = (
     Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-    Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
+    experts_by_number(),
 )
 EXPERT_KEYS: tuple[Entry, ...] = (*EXPERTS_OF_LAYERS, SCORES)
 

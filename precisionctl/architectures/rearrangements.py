@@ -90,6 +90,16 @@ class Vocabulary(_RowPermutation):
         return (whole[: model.vocab_size],)
 
 
+class FirstTwoLast(_RowPermutation):
+    """The first two rows behind all others (OPT's table of positions)."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return _joined([parts[0][2:], parts[0][:2]])
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        return (_joined([whole[-2:], whole[:-2]]),)
+
+
 class Grouped(_RowPermutation):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows, or a
     value of `v_head_dim`.
@@ -375,6 +385,7 @@ class Gamma:
 
 SAME = Same()
 VOCABULARY = Vocabulary()
+FIRST_TWO_LAST = FirstTwoLast()
 QKV = Grouped()
 QKV_TURNED_BACK = GroupedTurnedBack()
 QGKV = GroupedWithGate()

@@ -27,22 +27,23 @@ TOWERS = "towers."
 """What Megatron's names of towers begin with here, before the Hugging Face name. No parameter of Megatron's does."""
 
 IN_MEMORY = "model.language_model.", "lm_head."
-"""Where transformers 5 has body and head of each wrapper's text model in memory; some programs save these names."""
+"""Where transformers 5 has body and head of most wrappers' text models in memory; some programs save these names."""
 
 
 @dataclass(frozen=True)
 class WrapperNames:
     """`body` and `head` of published files, and beginnings of names that are the `same` in the text model alone; the
     `model_type` of a text model whose config says none, with all that its class takes for keys that are not there;
-    whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); the rows of its
-    experts where they are not its family's; whether published files have what is the second spelling where the text
-    model is alone (`second`); a `mark` in its towers' names, by which it is told from wrappers whose text
-    has the same names (empty where it has none of the others')."""
+    whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); body and head that
+    it has `in_memory`; the rows of its experts where they are not its family's; whether published files have what is
+    the second spelling where the text model is alone (`second`); a `mark` in its towers' names, by which it is told
+    from wrappers whose text has the same names (empty where it has none of the others')."""
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
     text: str = ""
     flat: bool = False
+    in_memory: tuple[str, str] = IN_MEMORY
     experts: Either | None = None
     second: bool = False
     same: tuple[str, ...] = ()
@@ -55,11 +56,13 @@ EXPERTS_AS_IN_OUT = Either(
 """Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
 reads both, as it has them in memory."""
 
+_TEXT_MODEL = "model.text_model.", "lm_head."
+
 WRAPPERS: Mapping[str, WrapperNames] = {
     "llava": WrapperNames(text="llama"),
     "llava_next": WrapperNames(text="llama", mark="image_newline"),
     "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
-    "internvl": WrapperNames(text="qwen2", mark="multi_modal_projector.layer_norm."),
+    "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
     "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
     "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
@@ -78,6 +81,12 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),
     "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
+    "lfm2_vl": WrapperNames(*IN_MEMORY, text="lfm2"),
+    "lfm3_vl": WrapperNames(*IN_MEMORY, text="lfm3"),
+    **dict.fromkeys(
+        ("smolvlm", "idefics3"),
+        WrapperNames(*_TEXT_MODEL, text="llama", in_memory=_TEXT_MODEL, mark="connector.modality_projection."),
+    ),
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
@@ -213,7 +222,8 @@ def in_directory(model: ModelShape, config: Config, stored: Collection[str]) -> 
     """The text model by the names that a Hugging Face directory has for it. Raises UnknownArchitecture where they are
     not those of a text model and towers."""
     assert model.wrapper is not None, "a text model alone has its names from its family"
-    for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), IN_MEMORY)):
+    in_memory = WRAPPERS[model.wrapper.model_type].in_memory
+    for body, head in dict.fromkeys(((model.wrapper.body, model.wrapper.head), in_memory)):
         wrapper = replace(model.wrapper, body=body, head=head)
         towers = [name for name in stored if not wrapper.is_text(name)]
         if wrapper.name_of(_EMBEDDING) in stored and towers and _by_towers(model.wrapper, towers) == wrapper:
@@ -249,7 +259,8 @@ def _check_marks(model_type: str, towers: Collection[str]) -> None:
 def _by_towers(published: Wrapper, towers: Collection[str]) -> Wrapper:
     """The wrapper with the names that go with those of its towers, which in memory are within `model`, too."""
     if any(name.startswith("model.") for name in towers):
-        return replace(published, body=IN_MEMORY[0], head=IN_MEMORY[1])
+        body, head = WRAPPERS[published.model_type].in_memory
+        return replace(published, body=body, head=head)
     return published
 
 
@@ -267,7 +278,7 @@ class WrappedArchitecture(Architecture):
         codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         assert self.wrapper is not None, "made by `wrapped`"
-        if naming == "in memory" and self.wrapper.body != IN_MEMORY[0]:
+        if naming == "in memory" and self.wrapper.body != WRAPPERS[self.wrapper.model_type].in_memory[0]:
             raise MappingError(
                 f"the names that the towers of a `{self.wrapper.model_type}` have in memory are not known here",
                 do="Let transformers read the directory and save its state dict.",

@@ -31,8 +31,9 @@ from precisionctl.untrusted.safe_files import check_link
 FILE = "optimizer.pt"
 
 _MODULES = (
-    *("model", "backbone", "transformer", "embed_tokens", "embeddings", "wte", "wpe", "layers", "h", "ln_1"),
-    *("self_attn", "linear_attn", "attn", "ln_2", "mlp", "alpha_p", "alpha_n"),
+    *("model", "backbone", "transformer", "decoder", "embed_tokens", "embed_positions", "embeddings", "wte"),
+    *("wpe", "layers", "h", "ln_1"),
+    *("self_attn", "linear_attn", "attn", "attention", "self_attn_layer_norm", "ln_2", "mlp", "alpha_p", "alpha_n"),
     *("input_layernorm", "attention_layernorm", "post_attention_layernorm", "feedforward_layernorm"),
     *("pre_mlp_layernorm",),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -48,6 +49,7 @@ _MODULES = (
     *("fc1_latent_proj", "fc2_latent_proj"),
     *("gate_proj", "w1", "up_proj", "gate_up_proj", "gate_up_proj_bias", "c_fc", "fc1", "fc2", "c_proj", "w2"),
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
+    *("final_layer_norm",),
     *("norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
     *("mixer", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "norm_f", "lm_head"),
     *("weight", "bias", "weights_proj"),

@@ -93,7 +93,7 @@ def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -
         config,
         block,
         vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
+        max_sequence_length=model.position_rows,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=model.tied_embeddings,

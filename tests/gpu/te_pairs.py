@@ -264,6 +264,16 @@ SHAPES = {
         msa=MSA(2, 32, 8, 4, 1, (True, False)),
         moe=MoE(4, 2, 128, (False, True), shared_ffn_hidden_size=128, score_function="sigmoid", expert_bias=True),
     ),
+    "like BLOOM": replace(
+        SHAPE,
+        num_query_groups=8,
+        normalization="LayerNorm",
+        activation="gelu_tanh",
+        gated_linear_unit=False,
+        position_embedding="alibi",
+        embedding_layernorm=True,
+        **dict.fromkeys(("add_bias_linear", "qkv_bias", "proj_bias", "mlp_bias"), True),
+    ),
     "like Cohere": replace(
         SHAPE,
         normalization="LayerNorm",

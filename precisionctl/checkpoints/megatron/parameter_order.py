@@ -90,7 +90,8 @@ _EXPERTS = "mlp.experts"
 _AROUND = {
     name: rank
     for rank, name in enumerate(
-        ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "decoder.layers."]
+        ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
+        + [*_of("embedding.layernorm", *_INNER), "decoder.layers."]
         + _of("decoder.final_layernorm", *_INNER)
         + ["mtp.layers.", "output_layer.weight", "output_layer.bias"]
     )

@@ -107,6 +107,7 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
+    fields["seq_length"] = args["max_position_embeddings"]  # the rows of its table of learned positions
     if args.get("linear_attention_freq") and (variant := args.get(_VARIANT)):
         fields |= {_VARIANT: variant, "transformer_layer_spec": _call(_DELTA_NET_BLOCK)}
         fields["hetereogenous_dist_checkpoint"] = True

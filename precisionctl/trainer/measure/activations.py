@@ -48,7 +48,8 @@ def pass_bytes(
     working += 8 * max(tensor_sizes(model)) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (
-        (kept.norm + 2 + 4 * model.embedding_norm) * model.hidden_size + (_read_streams(model) if model.mhc else 0)
+        (kept.norm * (1 + model.embedding_layernorm) + 2 + 4 * model.embedding_norm) * model.hidden_size
+        + (_read_streams(model) if model.mhc else 0)
     ) * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.streams_size * tokens * model.num_layers
@@ -145,7 +146,7 @@ def _attention(model: ModelShape, kept: BytesKept, length: int, shares_kv: bool,
     """Bytes that attention saves for the backward for each token, without those of the keys and values of another layer
     that it `shares_kv` with; with `of_blocks`, in texts of which an indexer chooses keys."""
     heads, out = model.num_attention_heads, model.projection_size
-    capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset
+    capped, sinks = model.attn_logit_softcapping is not None, model.softmax_offset or model.alibi
     kernels = kept.kernels and not capped and not sinks and not of_blocks
     if model.mla:
         latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
@@ -258,6 +259,8 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
     channel += {"squared_relu": 2, "xielu": 8}.get(model.activation, 0)
+    if model.activation == "relu" and not kept.codes:  # it saves what it gives, which the next GEMM reads
+        channel -= 2
     channel /= kept.tensor
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)

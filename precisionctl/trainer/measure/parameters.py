@@ -33,7 +33,7 @@ class Parameters:
         """Count linears, embedding and output layer; norms, biases and convolutions, a thousandth, are neglected."""
         layers, moe = range(model.num_layers), model.moe
         table = model.hidden_size * model.padded_vocab_size
-        places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
+        places = model.hidden_size * model.position_rows if model.learned_positions else 0
 
         def dense(layer: int) -> int:
             attention = projections(model, layer)

@@ -23,9 +23,9 @@ from precisionctl.trainer.model.positions import Positions, rotate, sliding_wind
 
 
 class CoreAttention(nn.Module):
-    """Softmax over the keys that a query sees, of scores that may be capped (Gemma 2). `softmax_offset` (gpt-oss's
-    sinks) is, for each head, the score of one more key, whose value is zero. In long texts an `indexer` chooses which
-    keys those are."""
+    """Softmax over the keys that a query sees, of scores that may be capped (Gemma 2), or fall with distance (BLOOM).
+    `softmax_offset` (gpt-oss's sinks) is, for each head, the score of one more key, whose value is zero. In long texts
+    an `indexer` chooses which keys those are."""
 
     def __init__(self, model: ModelShape, backend: Backend, scale: float, msa: MSA | None = None) -> None:
         super().__init__()
@@ -34,7 +34,11 @@ class CoreAttention(nn.Module):
             model.num_attention_heads // backend.world.tensor.size, dtype=backend.dtype, device=backend.device
         )
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
-        plain = self.softcap is None and self.softmax_offset is None
+        self.slopes: Tensor | None = None
+        if model.alibi:
+            mine = torch.tensor(alibi_slopes(model.num_attention_heads)).chunk(backend.world.tensor.size)
+            self.slopes = mine[backend.world.tensor.rank].to(backend.device)
+        plain = self.softcap is None and self.softmax_offset is None and not model.alibi
         self.kernel = backend.attention(model, scale) if plain else None
         self.msa = msa
         self.indexer: nn.Module | None = BlockIndexer(model, msa, backend) if msa else None
@@ -72,6 +76,8 @@ class CoreAttention(nn.Module):
             weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
             attended = product(torch.matmul, weights, value[:, :, None]).flatten(1, 2)
         else:
+            if self.slopes is not None:
+                query, key = with_slopes(query, key, self.slopes / self.scale)
             if self.softmax_offset is not None:
                 query, key, value = with_sinks(query, key, value, self.softmax_offset.float() / self.scale)
                 mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
@@ -90,7 +96,7 @@ class CoreAttention(nn.Module):
 
 
 SINK_CHANNELS = 8
-"""How much larger heads are with sinks: kernels take multiples of 8."""
+"""How much larger heads are with sinks, or with slopes: kernels take multiples of 8."""
 
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +113,29 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tupl
     first = F.pad(key.new_ones(2), (key.shape[3], SINK_CHANNELS - 2)).expand(*key.shape[:2], 1, -1)
     key = torch.cat([first, F.pad(key, (0, SINK_CHANNELS))], 2)
     return query, key, F.pad(value, (0, 0, 1, 0))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of each head: powers of one number for a power of two, and those of twice as many, every other one, for
+    the heads beyond (transformers' modeling_bloom.py, _get_alibi_slopes)."""
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
+    return slopes + [2 ** (-4 * (2 * head + 1) / whole) for head in range(heads - whole)]
+
+
+def with_slopes(query: Tensor, key: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[B, heads, S, D]` with eight more channels, whose product is the place of the key times a slope
+    of the head, FP32 `[heads]`. Softmax does not tell that from a score that falls with distance.
+
+    Both are of two parts: slopes in the queries' dtype and what its rounding leaves, places what 256 divides and the
+    rest, which BF16 holds up to 65536."""
+    rounded = slopes.to(query.dtype)
+    parts = torch.stack([rounded, (slopes - rounded.float()).to(query.dtype)], -1).repeat_interleave(2, -1)
+    place = torch.arange(key.shape[2], device=key.device)
+    places = torch.stack([place - place % 256, place % 256], -1).to(key.dtype).repeat(1, 2)
+    beside = (each.expand(*heads.shape[:3], -1) for each, heads in ((parts[None, :, None], query), (places, key)))
+    first, second = (F.pad(each, (0, SINK_CHANNELS - 4)) for each in beside)
+    return torch.cat([query, first], -1), torch.cat([key, second], -1)
 
 
 def gated_by(attended: Tensor, gate: Tensor) -> Tensor:

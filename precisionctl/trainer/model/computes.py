@@ -12,7 +12,7 @@ ANY = None
 
 COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("architecture", "wrapper"), ANY),  # names
-    **dict.fromkeys(("make_vocab_size_divisible_by", "hf_zero_centered_gamma"), ANY),  # storage
+    **dict.fromkeys(("make_vocab_size_divisible_by", "hf_zero_centered_gamma", "unread_positions"), ANY),  # storage
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size"), ANY),
     **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "max_position_embeddings"), ANY),
     **dict.fromkeys(
@@ -21,7 +21,9 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "rounded_embedding_multiplier"), ANY),
-    **dict.fromkeys(("post_layernorms", "tied_embeddings", "norm_gate_rank", "embedding_norm"), ANY),
+    **dict.fromkeys(
+        ("post_layernorms", "tied_embeddings", "norm_gate_rank", "embedding_norm", "embedding_layernorm"), ANY
+    ),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
     **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
     **dict.fromkeys(("qk_layernorm_after_rope", "query_scaling_beta", "query_scaling_floor"), ANY),
@@ -41,7 +43,7 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("mtp_num_layers", "mtp_dense"), ANY),  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
-    "position_embedding": ("rope", "learned_absolute"),
+    "position_embedding": ("rope", "learned_absolute", "alibi"),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
     **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim", "mla.query_gate"), ANY),
     # texts longer than `dsa.topk` are refused, where they are met
@@ -177,6 +179,8 @@ def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
         and not model.mla
         and (model.gdn or model.mamba or model.parallel_residual or not model.pre_layernorms),
         "global_attention": model.global_attention and model.mla,
+        "position_embedding": model.alibi
+        and (model.mla or model.csa or model.msa or model.softmax_offset or model.attn_logit_softcapping is not None),
         "softmax_offset": model.softmax_offset and model.attn_logit_softcapping is not None,
         "num_kv_shared_layers": model.num_kv_shared_layers and (model.mla or model.gdn or model.mamba),
         "per_layer_embed_dim": model.per_layer_embed_dim and model.xielu,

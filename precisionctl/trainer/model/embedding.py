@@ -20,10 +20,11 @@ class Embedding(nn.Module):
         self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
         self.position_embeddings: nn.Embedding | None = None
         if model.learned_positions:
-            rows, dtype, device = model.max_position_embeddings, backend.dtype, backend.device
+            rows, dtype, device = model.position_rows, backend.dtype, backend.device
             self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
             nn.init.normal_(self.position_embeddings.weight, std=0.02)
         self.multiplier, self.rounded_multiplier = model.embedding_multiplier, model.rounded_embedding_multiplier
+        self.layernorm = backend.norm(model.hidden_size, norm_of(model)) if model.embedding_layernorm else nn.Identity()
         self.norm_epsilon = model.norm_epsilon if model.embedding_norm else None
         self.per_layer_embedding: WordEmbeddings | None = None
         if model.per_layer_embed_dim:
@@ -43,7 +44,8 @@ class Embedding(nn.Module):
             hidden = hidden + self.position_embeddings(self.ranks.local_tokens(known.expand_as(tokens).flatten()))
         if self.norm_epsilon is not None:
             hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=self.norm_epsilon)
-        return hidden
+        normed: Tensor = self.layernorm(hidden)
+        return normed
 
     def per_layer(self, tokens: Tensor, hidden: Tensor) -> list[Tensor] | None:
         """What each layer reads of tokens `[B, S]`, whose embedding is `hidden` `[T, E]`: `[T, P]`, P being

@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "squared_relu": lambda values: F.relu(values).square(),
     "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
 }

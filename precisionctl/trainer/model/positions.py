@@ -261,7 +261,7 @@ class LayerKind(NamedTuple):
 
 def kind_of(model: ModelShape, layer: int) -> LayerKind:
     """A layer's kind."""
-    rope = not model.learned_positions and (model.rope_layers is None or model.rope_layers[layer])
+    rope = model.position_embedding == "rope" and (model.rope_layers is None or model.rope_layers[layer])
     return LayerKind(model.in_window(layer), rope)
 
 
