@@ -322,6 +322,11 @@ class Architecture:
                 rows += second
         return tuple(rows)
 
+    def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
+        """The names that the model's class has in memory for these `stored` tensors, where they are others; not of
+        tensors that become parts of another one there, or are turned around."""
+        return other_names(self.spelled(stored, model, "in memory"), len(stored), model)
+
 
 def _key(row: Row) -> tuple[str, Layers]:
     """What the same row has in every spelling."""
@@ -355,6 +360,20 @@ def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
     """A row's tensors at one place."""
     templates = row.hf if layout == "hf" else (row.megatron,)
     return tuple(filled(name, place) for name in templates)
+
+
+def other_names(rows: Iterable[Row], most: int, model: ModelShape) -> dict[str, str]:
+    """The Hugging Face names of tensors in the source of these rows, each with what the row itself calls the same
+    tensor, where that is another name. Rows of more than `most` places are passed over: a config.json may claim more
+    layers than there are tensors."""
+    found: dict[str, str] = {}
+    for row in rows:
+        mine, own = row.hf, row.source.hf
+        if len(mine) == len(own) and row.rearrangement == row.source.rearrangement and row.count(model) <= most:
+            pairs = [pair for pair in zip(own, mine, strict=True) if pair[0] != pair[1]]
+            for place in row.places(model) if pairs else ():
+                found |= {filled(here, place): filled(there, place) for here, there in pairs}
+    return found
 
 
 def filled(template: str, place: Place) -> str:
