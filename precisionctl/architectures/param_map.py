@@ -283,6 +283,7 @@ class Architecture:
     most do (`checkpoints/numbered_optimizer.py`), each directly behind another module. `names_by` is whose names the
     rows have in Megatron: those of Megatron-Core, whose modules have all of them, whatever it computes with them; of
     Megatron-Bridge, with modules of its own; or of this project, as neither has them all.
+    `otherwise_in_transformers` is a note on what transformers alone computes otherwise.
     """
 
     model_types: Mapping[str, str]
@@ -292,6 +293,7 @@ class Architecture:
     derived: tuple[str, ...] = ()
     behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
+    otherwise_in_transformers: str = ""
 
     def spelled(
         self,

@@ -313,5 +313,6 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         derived=tuple(map(wrapper.name_of, family.derived)),
         names_by=family.names_by,
+        otherwise_in_transformers=family.otherwise_in_transformers,
         wrapper=wrapper,
     )

@@ -96,9 +96,9 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) -> list[str]:
     """The names of modules that stay values as a directory has them, and those that transformers' classes have in
     memory. It renames tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames
-    both). So a list has the same names for every engine, and a directory for one also loads by hand, if the model is of
-    a family that has a table: that says them (`Architecture.in_memory`). Looking up all of transformers' 800 renamings,
-    as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
+    both). With both names a directory for any engine also loads by hand, where a family's table or the rule for
+    wrappers knows them, if transformers reads weights in this form at all (`verify --target transformers`). Looking up
+    all of its 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
     """
     named = {
         name.removesuffix(".weight"): called.removesuffix(".weight")
@@ -147,12 +147,6 @@ class WeightFormat:
     def scales(self, weight: str, spec: TensorSpec) -> Scales:
         """The scale tensors of a weight."""
         return self.method.scales(weight, spec, self.scheme)
-
-
-_MATCHED_BY_PART = ("modelopt",)
-"""Methods in which a module is also left out if its name contains an ignored name (`engines/ignore_lists.py`,
-by_part_or_glob). A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), and a head `output` any
-`output.dense`."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +202,9 @@ class InScheme:
         coded = [name.removesuffix(".weight") for job in self.jobs for name in job.weights]
         kept = self.kept(kept, coded) if self.kept else kept
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
-        if self.format.method.name in _MATCHED_BY_PART:
+        if self.format.spelling.ignored_by_part:
+            # A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519); a glob matches whole names
             codes = "\n".join(coded)
-            # As a glob, a name that is part of another one matches only itself
             kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
