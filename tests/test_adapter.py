@@ -105,7 +105,7 @@ def test_a_module_is_found_by_the_name_that_it_has_in_memory(tmp_path: Path, fam
 
 @pytest.mark.parametrize(("kind", "body"), [("mistral3", "language_model.model"), ("qwen2_vl", "model")])
 def test_so_is_one_of_a_wrappers_text_model_by_either_name(tmp_path: Path, kind: str, body: str) -> None:
-    """Files have another name than transformers 5 has in memory (tests/peers/test_peft.py)."""
+    """Files have another name than transformers 5 has in memory, which peft 0.21 writes."""
     tiny_wrappers.save(tmp_path / "base", kind, dtype=torch.bfloat16)
     before, module = load_file(tmp_path / "base" / "model.safetensors"), "layers.0.self_attn.q_proj"
     for called in ("model.language_model", body):
