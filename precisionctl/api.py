@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.hub import HubName
 from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.plan_command import plan_command
@@ -251,8 +251,7 @@ class Checkpoint(Mapping[str, Tensor]):
         spec = self._reader.specs[name]
         if not 0 <= start <= start + count <= spec.rows:
             raise IndexError(f"rows {start} to {start + count} of {spec.rows}")
-        stored, encoding = read_rows(self._reader, name, start, count), self._reader.encodings.get(name)
-        return stored if encoding is None else encoding.decode_rows(stored, start)
+        return read_values(self._reader, self._reader.encodings, name, start, count)
 
     def __getitem__(self, name: str) -> Tensor:
         spec = self._reader.specs[name]

@@ -208,7 +208,7 @@ def assert_as_tabled(root: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -
         assert tensor.dtype == other[name].dtype and torch.equal(_bytes(tensor), _bytes(other[name])), name
     configs = [json.loads((root / name / "config.json").read_text()) for name in ("tabled", "read off")]
     ignored = [set(config.pop("quantization_config")["ignore"]) for config in configs]
-    assert ignored[0] == ignored[1]
+    assert ignored[0] >= ignored[1]  # a table also knows what modules are called in memory
     assert configs[0] == configs[0] | configs[1]  # engines look for keys that only a table knows
 
 

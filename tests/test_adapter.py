@@ -20,6 +20,7 @@ import int8_directories
 import pico
 import pytest
 import scoring
+import tiny_wrappers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -100,6 +101,16 @@ def test_a_module_is_found_by_the_name_that_it_has_in_memory(tmp_path: Path, fam
     assert [name for name in before if not torch.equal(changed[name], before[name])] == [f"{stored}.weight"]
     whole = merge(base, tmp_path / "whole", {f"{called}.weight": random(out, into)}, modules_to_save=target)
     assert [name for name in before if not torch.equal(whole[name], before[name])] == [f"{stored}.weight"]
+
+
+@pytest.mark.parametrize(("kind", "body"), [("mistral3", "language_model.model"), ("qwen2_vl", "model")])
+def test_so_is_one_of_a_wrappers_text_model_by_either_name(tmp_path: Path, kind: str, body: str) -> None:
+    """Files have another name than transformers 5 has in memory, which peft 0.21 writes."""
+    tiny_wrappers.save(tmp_path / "base", kind, dtype=torch.bfloat16)
+    before, module = load_file(tmp_path / "base" / "model.safetensors"), "layers.0.self_attn.q_proj"
+    for called in ("model.language_model", body):
+        merged = merge(tmp_path / "base", tmp_path / called, linear(f"{called}.{module}", 128, 128))
+        assert [name for name in before if not torch.equal(merged[name], before[name])] == [f"{body}.{module}.weight"]
 
 
 def test_megatron_gets_the_same_model(llama: Path, tmp_path: Path) -> None:

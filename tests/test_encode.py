@@ -9,13 +9,16 @@ import in_memory
 import pico
 import pytest
 import torch
+from any_models import export, load_whole, logits
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import source as opening
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.findings import Findings
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.export import weight_encodings as weight_encodings_module
 from precisionctl.export.as_before import AsBefore
 from precisionctl.export.encode import Policy, WeightFormat, encode, in_scheme
@@ -25,6 +28,7 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import quant_methods
+from precisionctl.verify.engine_rules import check
 
 
 def values_of(reader: HuggingFaceReader) -> Plan:
@@ -49,6 +53,33 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
     assert len(first.codes) == 14 and all(first.targets[name].dtype == DType.float8_e4m3fn for name in first.codes)
     written = [name for job in first.jobs for name in job.outputs]
     assert sorted(written) == sorted(first.targets), "every tensor of the result is written by one job"
+
+
+OTHER_FORMS = {"gemma4-moe", "mistral4", "minimax-m3", "llama4"}
+"""Families whose experts, or other weights, engines read under names that transformers does not: it lacks them."""
+UNREAD = {"gpt2", "deepseek-v4"}
+"""Families that vLLM does not read in this scheme."""
+LOADED_BY_HAND = ("lfm3", "hy-v3", "kimi-linear")
+"""In memory a module has another name, another parent, or tensors are parts of others."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in LOADED_BY_HAND else [pytest.mark.soak])
+        for family in sorted(pico.FAMILIES.keys() - OTHER_FORMS - UNREAD)
+    ],
+)
+def test_what_is_for_vllm_loads_by_hand_as_what_is_for_transformers(tmp_path: Path, family: str) -> None:
+    model = pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    distances = []
+    for target in ("vllm", "transformers"):
+        export(tmp_path / "source", tmp_path / target, target=target, keep_misfits=True)
+        found = check(open_checkpoint(tmp_path / target), engine_named("transformers"))
+        assert not [finding for finding in found if finding.rule.fatal]
+        loaded = load_whole(type(model), tmp_path / target)
+        distances.append(torch.dist(*(logits(each).float() for each in (loaded, model))))
+    assert distances[0] < 1.5 * distances[1]
 
 
 @pytest.mark.parametrize("target", [None, "vllm", "te"])

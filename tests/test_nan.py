@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fp8_directories
 import pico
 import pytest
 import torch
@@ -58,6 +59,14 @@ def test_readiness_names_the_broken_tensors_and_advises_no_precision(tmp_path: P
     )
     assert said.count("not ready: NaN or infinity in 2 modules, which no precision mends") == 4
     assert "keep_bf16" not in said and "keep in BF16" not in said and "repair decoder.layers" in said
+
+
+def test_codes_whose_scale_makes_infinities_of_them_are_broken_too(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path, "modelopt-tensor")
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{DOWN}_scale"].fill_(3e38)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"WARNING: {DOWN} has NaN or infinity." in say("inspect", tmp_path, "--fp8", "--workers", 1)
 
 
 def test_what_is_decoded_is_looked_at_and_what_is_copied_is_not(tmp_path: Path) -> None:

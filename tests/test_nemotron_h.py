@@ -316,3 +316,10 @@ def test_letters_of_other_layers_and_junk_are_refused(pattern: object) -> None:
     args = to_megatron_args(pico.shape("nemotron-h").padded(1)) | {"hybrid_override_pattern": None}
     with pytest.raises(DamagedCheckpoint, match="a pattern of layers|hybrid pattern"):
         from_megatron_args(args | {"hybrid_layer_pattern": pattern}, 256, "args")
+
+
+def test_what_transformers_computes_otherwise_is_noted_of_this_family_alone(tmp_path: Path) -> None:
+    for family, noted in (("nemotron-h", True), ("falcon-h1", False)):
+        pico.save(tmp_path / family, family, dtype=torch.bfloat16)
+        notes = plan_command(Request(tmp_path / family, tmp_path / "out", "megatron")).notes
+        assert any("time_step_min" in note for note in notes) is noted

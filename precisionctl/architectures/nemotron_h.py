@@ -227,6 +227,8 @@ _KEYS = ("layers_block_type", "hybrid_override_pattern", "n_shared_experts")
 ARCHITECTURE = Architecture(
     model_types={"nemotron_h": "NemotronHForCausalLM"},
     behind={"gate": "experts"},
+    otherwise_in_transformers="transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's "
+    "time_step_min, 0.001 if it says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is.",
     rows=(
         Either(renamed(_PUBLISHED, {"model.": "backbone."}), _IN_MEMORY, second_is="in memory"),
         *_PREDICTION,

@@ -283,6 +283,7 @@ class Architecture:
     most do (`checkpoints/numbered_optimizer.py`), each directly behind another module. `names_by` is whose names the
     rows have in Megatron: those of Megatron-Core, whose modules have all of them, whatever it computes with them; of
     Megatron-Bridge, with modules of its own; or of this project, as neither has them all.
+    `otherwise_in_transformers` is a note on what transformers alone computes otherwise.
     """
 
     model_types: Mapping[str, str]
@@ -292,6 +293,7 @@ class Architecture:
     derived: tuple[str, ...] = ()
     behind: Mapping[str, str] = field(default_factory=dict)
     names_by: Literal["Megatron-Core", "Megatron-Bridge", "this project"] = "Megatron-Core"
+    otherwise_in_transformers: str = ""
 
     def spelled(
         self,
@@ -321,6 +323,11 @@ class Architecture:
             else:
                 rows += second
         return tuple(rows)
+
+    def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
+        """The names that the model's class has in memory for these `stored` tensors, where they are others; not of
+        tensors that become parts of another one there, or are turned around."""
+        return other_names(self.spelled(stored, model, "in memory"), len(stored), model)
 
 
 def _key(row: Row) -> tuple[str, Layers]:
@@ -355,6 +362,20 @@ def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
     """A row's tensors at one place."""
     templates = row.hf if layout == "hf" else (row.megatron,)
     return tuple(filled(name, place) for name in templates)
+
+
+def other_names(rows: Iterable[Row], most: int, model: ModelShape) -> dict[str, str]:
+    """The Hugging Face names of tensors in the source of these rows, each with what the row itself calls the same
+    tensor, where that is another name. Rows of more than `most` places are passed over: a config.json may claim more
+    layers than there are tensors."""
+    found: dict[str, str] = {}
+    for row in rows:
+        mine, own = row.hf, row.source.hf
+        if len(mine) == len(own) and row.rearrangement == row.source.rearrangement and row.count(model) <= most:
+            pairs = [pair for pair in zip(own, mine, strict=True) if pair[0] != pair[1]]
+            for place in row.places(model) if pairs else ():
+                found |= {filled(here, place): filled(there, place) for here, there in pairs}
+    return found
 
 
 def filled(template: str, place: Place) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from precisionctl.architectures.config_keys import Config, is_on
 from precisionctl.architectures.moe_rows import EXPERTS, FUSED
-from precisionctl.architectures.param_map import Architecture, Either, Naming, Row
+from precisionctl.architectures.param_map import Architecture, Either, Naming, Row, other_names
 from precisionctl.architectures.read_off import rows as rows_of
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.errors import DamagedCheckpoint, MappingError, UnknownArchitecture, shown
@@ -287,6 +287,19 @@ class WrappedArchitecture(Architecture):
         rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
         return (*super().spelled(stored, model, naming, codes), *rows)
 
+    def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
+        """Those of the text model: what towers are called in memory is not known here."""
+        rows = super().spelled(stored, model, "in memory")
+        there = (replace(row, names=tuple(map(self._in_memory, row.hf)), as_stored=row.source) for row in rows)
+        return other_names(there, len(stored), model)
+
+    def _in_memory(self, name: str) -> str:
+        assert self.wrapper is not None, "made by `wrapped`"
+        for here, there in zip((self.wrapper.body, self.wrapper.head), IN_MEMORY, strict=True):
+            if name.startswith(here):
+                return there + name.removeprefix(here)
+        return name
+
 
 def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
     """A family's table as a wrapper has it. config.json is compared key by key, so no key is the table's."""
@@ -311,5 +324,6 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
         aliases=tuple(replace(a, hf=wrapper.name_of(a.hf), of=wrapper.name_of(a.of)) for a in family.aliases),
         derived=tuple(map(wrapper.name_of, family.derived)),
         names_by=family.names_by,
+        otherwise_in_transformers=family.otherwise_in_transformers,
         wrapper=wrapper,
     )

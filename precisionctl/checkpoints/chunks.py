@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from precisionctl.fp8.encoding import Encoding
+
 Bytes: TypeAlias = "NDArray[np.uint8]"
 """Memory, as `[rows, bytes of a row]`: what is only read, moved, compared or written needs no PyTorch."""
 
@@ -141,6 +143,15 @@ def read_tensor(source: Chunked, name: str) -> Tensor:
 def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
     """Rows `[row, row + rows)` as `[rows, width]` in the stored dtype; into `out` where one is given."""
     return read_box(source, name, Box(row, rows, 0, source.specs[name].width), out)
+
+
+def read_values(
+    source: Chunked, encodings: Mapping[str, Encoding], name: str, row: int = 0, rows: int | None = None
+) -> Tensor:
+    """Rows `[row, row + rows)`, or all, as values `[rows, columns]`: FP32 where `encodings` says how codes are decoded,
+    else in the stored dtype."""
+    stored = read_rows(source, name, row, source.specs[name].rows if rows is None else rows)
+    return encodings[name].decode_rows(stored, row) if name in encodings else stored
 
 
 def read_box(source: Chunked, name: str, box: Box, out: Tensor | None = None) -> Tensor:

@@ -94,11 +94,8 @@ def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
             f"says; Megatron-Core and `resume` with the model's {model.norm_epsilon:g}."
         )
-    if model.architecture == "nemotron_h":
-        yield (
-            "transformers 5.23 takes no step (dt) of a Mamba-2 mixer below config.json's time_step_min, 0.001 if it "
-            "says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is."
-        )
+    if note := table_of(model).otherwise_in_transformers:
+        yield note
     if model.gated_norm and model.norm_epsilon != _MIXER_EPSILON:
         yield (
             f"Megatron-Core normalises what a Mamba-2 mixer gives with epsilon {_MIXER_EPSILON:g}, whatever the "

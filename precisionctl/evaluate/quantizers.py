@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from precisionctl.fp8 import nibbles, numerics
+from precisionctl.fp8.elements import E2M1, E4M3
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.group_scales import E2M1_MAX, E4M3_MAX, MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
+from precisionctl.fp8.group_scales import MXFP4_GROUP, NVFP4_GROUP, mxfp4_scales
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
@@ -93,7 +94,7 @@ class TokenInputs:
 
     def quantize(self, values: Tensor) -> Quantized:
         amax = values.abs().amax(1, keepdim=True).float().clamp_max(self.bound)
-        scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
+        scale_inv = (amax / E4M3.largest).clamp_min(SMALLEST_TOKEN_SCALE)
         codes = torch.empty(values.shape, dtype=CODES.torch, device=values.device)
         numerics.encode_by_scale_inv(values, scale_inv, codes, numerics.scratch_for(values))
         return Quantized(Operand(codes, scale_inv))
@@ -127,7 +128,7 @@ class GroupInputs:
         tokens, columns = values.shape
         groups = torch.nn.functional.pad(values.float(), (0, -columns % self.size)).view(-1, self.size)
         amax = groups.abs().amax(1, keepdim=True).clamp_min(SMALLEST_GROUP_AMAX)
-        scale_inv = amax / numerics.FP8_MAX[CODES]
+        scale_inv = amax / E4M3.largest
         if self.power_of_2:
             scale_inv = numerics.power_of_2_above(scale_inv)
         codes = torch.empty(groups.shape, dtype=CODES.torch, device=values.device)
@@ -150,8 +151,8 @@ class Nvfp4Inputs:
 
     def quantize(self, values: Tensor) -> Quantized:
         groups = values.float().reshape(-1, NVFP4_GROUP)
-        wanted = self.divisor * (groups.abs().amax(1, keepdim=True) * (1 / E2M1_MAX))
-        scales = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+        wanted = self.divisor * (groups.abs().amax(1, keepdim=True) * (1 / E2M1.largest))
+        scales = wanted.clamp(max=E4M3.largest).to(torch.float8_e4m3fn).float()
         quotients = groups * (scales / self.divisor).reciprocal()
         numbers = torch.where(scales > 0, _as_e2m1(quotients), 0.0)
         return Quantized(Operand((numbers * scales).view(values.shape), self.divisor.reciprocal()))
@@ -170,7 +171,7 @@ class Mxfp4Inputs:
     def quantize(self, values: Tensor) -> Quantized:
         groups = values.float().reshape(-1, MXFP4_GROUP)
         amax = groups.abs().amax(1, keepdim=True)
-        scales = mxfp4_scales(amax).float() if self.even else numerics.power_of_2_above(amax * (1 / E2M1_MAX))
+        scales = mxfp4_scales(amax).float() if self.even else numerics.power_of_2_above(amax * (1 / E2M1.largest))
         decoded = _as_e2m1(groups / scales).mul_(scales).view(values.shape)
         return Quantized(Operand(decoded, decoded.new_ones(())))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, packings_of
-from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.chunks import read_tensor, read_values
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
@@ -269,5 +269,5 @@ def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) 
 
 def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:
     """A fused weight decoded, FP32 `[out, in]`."""
-    parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0) for name in job.reads]
+    parts = [read_values(reader, reader.encodings, name) for name in job.reads]
     return StoredBlocks(job.row.source.merge(parts, plan.model).to(device))

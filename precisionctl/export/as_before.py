@@ -1,6 +1,5 @@
 """The encoding policy for going back to codes: weights that once were codes get those that they had."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import Any
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.export.input_scales import is_same_amax
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.numerics import recorded_amax
@@ -18,10 +18,6 @@ from precisionctl.planning.checks import check_names
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
-
-_TWO_ROUNDINGS = 2.0**-22
-"""Relative error of an amax that was stored as a scale and computed back from it, as with a history of one row,
-Megatron's default."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class AsBefore:
         if self.states and state and carried and state.roles["input"].recorded:
             recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
             before = max(map(float, amaxes.values()))
-            same = self.fixed_hold and math.isclose(float(recorded), before, rel_tol=_TWO_ROUNDINGS)
+            same = self.fixed_hold and is_same_amax(before, float(recorded))
             made = {
                 given: float(self.encodings.scales[name].of_input_amax(recorded))
                 for name in amaxes

@@ -5,7 +5,6 @@ A plan without such a pass writes values.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,7 +69,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     further = policy.further(encodes)
     _check_free(further.keys(), plan)
     targets |= further
-    quantization = policy.quantization(with_names_of_loaders(modules_in_bf16(plan, codes)))
+    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes), plan, codes))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
@@ -94,20 +93,19 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     return list(dict.fromkeys([*modules, _HEAD]))
 
 
-def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
-    """The names of modules as a directory has them, and also as programs call them in memory. Some programs rename
-    tensors when they load them, but not the names in such a list (transformers#48349; vLLM renames both). This concerns
-    Mixtral, PhiMoE and Nemotron-H, and the text model of models of images or sound.
-
-    The rule is the same for every engine, so that a directory for one also loads in another, or by hand. Looking up all
-    of transformers' 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of
-    imports.
+def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) -> list[str]:
+    """The names of modules that stay values as a directory has them, and those that transformers' classes have in
+    memory. It renames tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames
+    both). With both names a directory for any engine also loads by hand, where a family's table or the rule for
+    wrappers knows them, if transformers reads weights in this form at all (`verify --target transformers`). Looking up
+    all of its 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
     """
-    found = dict.fromkeys(modules)
-    for name in modules:
-        renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
-        router = re.sub(r"\.gate$", ".router", renamed) if renamed != name else renamed  # of PhiMoE
-        found |= dict.fromkeys((renamed, router))
+    named = {
+        name.removesuffix(".weight"): called.removesuffix(".weight")
+        for name, called in table_of(plan.model).in_memory(plan.targets, plan.model).items()
+        if called.endswith(".weight") and called not in codes
+    }
+    found = dict.fromkeys((*modules, *(named[name] for name in modules if name in named)))
     if any(part in _WRAPPED for name in modules for part in name.split(".")):
         for name in modules:
             inner = name.removeprefix("language_model.").removeprefix("model.")
@@ -116,6 +114,7 @@ def with_names_of_loaders(modules: Sequence[str]) -> list[str]:
 
 
 _WRAPPED = ("language_model", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
+"""Words in the names of wrappers, whose towers have no table and whose text model may stand in another place."""
 
 
 def is_slice(name: str) -> bool:
@@ -148,12 +147,6 @@ class WeightFormat:
     def scales(self, weight: str, spec: TensorSpec) -> Scales:
         """The scale tensors of a weight."""
         return self.method.scales(weight, spec, self.scheme)
-
-
-_MATCHED_BY_PART = ("modelopt",)
-"""Methods in which a module is also left out if its name contains an ignored name (`engines/ignore_lists.py`,
-by_part_or_glob). A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), and a head `output` any
-`output.dense`."""
 
 
 @dataclass(frozen=True)
@@ -209,9 +202,9 @@ class InScheme:
         coded = [name.removesuffix(".weight") for job in self.jobs for name in job.weights]
         kept = self.kept(kept, coded) if self.kept else kept
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
-        if self.format.method.name in _MATCHED_BY_PART:
+        if self.format.spelling.ignored_by_part:
+            # A router `mlp.gate` would take `mlp.gate_proj` along (verl#7519); a glob matches whole names
             codes = "\n".join(coded)
-            # As a glob, a name that is part of another one matches only itself
             kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 

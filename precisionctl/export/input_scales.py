@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,10 +12,10 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.serving import fused
 from precisionctl.errors import MissingFp8State, Unrecordable
 from precisionctl.fp8.carry import FIXED_SCALES
-from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
+from precisionctl.fp8.elements import E4M3
+from precisionctl.fp8.numerics import after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import CODES
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
@@ -104,9 +105,24 @@ def why_too_small(states: Fp8States) -> str:
     return WITH_ROUTERS if states.has_router_weights else ""
 
 
-def amax_of(scale_inv: float) -> Tensor:
-    """The amax that a fixed scale was made from, FP32 `[]`."""
-    return torch.tensor(scale_inv) * FP8_MAX[CODES]
+def scale_of(amax: Tensor) -> Tensor:
+    """The fixed scale_inv of FP8 codes for an amax, of the same shape."""
+    return amax / E4M3.largest
+
+
+def amax_of(scale_inv: float) -> float:
+    """The inverse of `scale_of`, in FP32 as well."""
+    return float(torch.tensor(scale_inv) * E4M3.largest)
+
+
+_TWO_ROUNDINGS = 2.0**-22
+
+
+def is_same_amax(one: float, other: float) -> bool:
+    """Whether the amax that a fixed scale stands for is one that was recorded. Each may have been stored as a scale and
+    computed back from it, with a relative error of two roundings: the former as a divisor, the latter in a history of
+    one row, Megatron's default."""
+    return math.isclose(one, other, rel_tol=_TWO_ROUNDINGS)
 
 
 def state_of_input_scales(reader: Reader, encodings: WeightEncodings | None, plan: Plan) -> Fp8States | None:

@@ -18,13 +18,13 @@ from precisionctl.engines.base import Engine
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError, Unrecordable, shown
 from precisionctl.export.encode import WeightFormat
-from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
-from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
+from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16, scale_of
+from precisionctl.fp8.numerics import Numbers, recorded_amax, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
-from precisionctl.quant_methods.base import CODES, QuantMethod
+from precisionctl.quant_methods.base import QuantMethod
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 
@@ -167,7 +167,7 @@ def _recorded(states: Fp8States, job: Job) -> CacheScale | None:
     state = states.modules.get(_core(job))
     if state is None or any(role not in state.roles for role in CACHE):
         return None
-    k, v = (float(recorded_amax(state.roles[role], role, states.recipe) / FP8_MAX[CODES]) for role in CACHE)
+    k, v = (float(scale_of(recorded_amax(state.roles[role], role, states.recipe))) for role in CACHE)
     return CacheScale(k, v) if k > 0 and v > 0 else None
 
 

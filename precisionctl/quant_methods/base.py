@@ -272,7 +272,8 @@ class Spelling:
     `config(scheme, ignored)` is the `quantization_config`; its key `ignored` has the full names of the linear and
     embedding modules that are not quantised. `cache` says how the scales of a KV cache are stored, and `files(config)`
     are further files, by name. Loaders know that modules whose name ends in one of `never` are not quantised, so these
-    need not be listed. `four_bits` has the formats of four-bit schemes.
+    need not be listed. `ignored_by_part`: some also leave out a module whose name contains a listed one that is no
+    glob. `four_bits` has the formats of four-bit schemes.
     """
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
@@ -281,6 +282,7 @@ class Spelling:
     files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda config: {}
     ignored: str = "ignore"
     never: tuple[str, ...] = ()
+    ignored_by_part: bool = False
     four_bits: Mapping[str, CodeFormat] = field(default_factory=dict)
 
     def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:

@@ -133,6 +133,7 @@ QUANT_METHOD = QuantMethod(
         config=config,
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_scheme": _FP8}),
         files=files,
+        ignored_by_part=True,
         four_bits={"nvfp4": _NVFP4},
     ),
 )

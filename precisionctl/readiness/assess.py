@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import BytesProgress, read_rows
+from precisionctl.checkpoints.chunks import BytesProgress, in_pieces, read_values
 from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.fp8.statistics import Statistics
@@ -57,11 +57,9 @@ def _broken_notes(reader: Reader, jobs: Sequence[Job], statistics: Mapping[str, 
 
 
 def _is_finite(reader: Reader, name: str) -> bool:
-    """Whether every element of a stored tensor is finite, read in pieces."""
-    rows = reader.specs[name].rows
-    step = max(1, _AT_ONCE // max(1, reader.specs[name].columns))
-    pieces = (read_rows(reader, name, start, min(step, rows - start)) for start in range(0, rows, step))
-    return all(bool(piece.float().isfinite().all()) for piece in pieces)
+    """Whether every element of a tensor is finite once it is decoded, read in pieces."""
+    pieces = in_pieces(0, reader.specs[name].rows, reader.specs[name].columns, _AT_ONCE)
+    return all(bool(read_values(reader, reader.encodings, name, *piece).isfinite().all()) for piece in pieces)
 
 
 _AT_ONCE = 1 << 20

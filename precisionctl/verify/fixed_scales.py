@@ -5,7 +5,6 @@ All are scale_inv. One that is rounded up to BF16, as some exports are, is the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +15,11 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
-from precisionctl.export.input_scales import amax_of
+from precisionctl.export.input_scales import amax_of, is_same_amax, scale_of
 from precisionctl.export.kv_cache import scales_of_state
-from precisionctl.fp8.numerics import FP8_MAX, recorded_amax, rounded_up
+from precisionctl.fp8.numerics import recorded_amax, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import CODES
 from precisionctl.quant_methods.coded_weights import CACHE_SCALES
 from precisionctl.sizes import listed
 from precisionctl.torch_when_used import torch
@@ -30,9 +28,6 @@ from precisionctl.verify.not_compared import NotCompared
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_TWO_ROUNDINGS = 2.0**-22
-"""Relative error of an amax that was stored as a global scale, of which one is a divisor, and computed back from it."""
 
 _SHOWN = 3
 """Names of missing scales that a line shows."""
@@ -89,9 +84,7 @@ class FixedScales:
             if amax > 0:
                 found |= {f"input scale of {name}": amax for job in group for name in job.writes}
         for stem, scale in scales_of_state(self.state, self.plan).items():
-            found |= {
-                f"{kind} scale of {stem}": float(amax_of(value)) for kind, value in (("k", scale.k), ("v", scale.v))
-            }
+            found |= {f"{kind} scale of {stem}": amax_of(value) for kind, value in (("k", scale.k), ("v", scale.v))}
         return found
 
 
@@ -118,7 +111,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         elif amax is None:
             unknown.append(name)
         elif not _from_state(name, having, lacking):
-            made = f"the amax that {other} recorded, {amax:.6g}, gives {amax / FP8_MAX[CODES]:.6g}"
+            made = f"the amax that {other} recorded, {amax:.6g}, gives {_shown(scale_of(torch.tensor(amax)))}"
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {listed(names, _SHOWN)}" for side, names in missing.items()]
     return lines, [NotCompared("fixed scales", listed(unknown, _SHOWN))] if unknown else []
@@ -143,13 +136,13 @@ def _in_bf16(scale: Tensor) -> Tensor:
 
 def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
     """Whether the scale that one side has is that of the amax which the other recorded, or the amax was made of the
-    scale."""
+    scale: to the last bit, but for a scale that is computed."""
     scale, amax = having.stored[name], recording.recorded.get(name)
     if amax is None or scale.numel() != 1:
         return False
-    made = torch.tensor([amax]) / FP8_MAX[CODES]
-    error = _TWO_ROUNDINGS if having.is_computed(name) else 0.0
-    return _same(scale, made) or math.isclose(float(amax_of(float(scale))), amax, rel_tol=error)
+    back = amax_of(float(scale))
+    same = is_same_amax(back, amax) if having.is_computed(name) else back == amax
+    return same or _same(scale, scale_of(torch.tensor([amax])))
 
 
 def _shown(scale: Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor
+from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
 from precisionctl.dtypes import DType
 from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
@@ -151,10 +151,8 @@ class HfTensors:
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from stored ones. The last is kept, since callers read piece by piece."""
         if self._kept is None or self._kept[0] != name:
-            (job, number), values = self._computed[name], []
-            for read in job.reads:
-                stored, encoding = read_tensor(self.reader, read), self.reader.encodings.get(read)
-                values.append(stored if encoding is None else encoding.decode_rows(stored, 0))
+            (job, number), specs, encodings = self._computed[name], self.reader.specs, self.reader.encodings
+            values = [read_values(self.reader, encodings, read).reshape(specs[read].shape) for read in job.reads]
             self._kept = name, self.plan.compute(job, values)[number]
         return self._kept[1]
 

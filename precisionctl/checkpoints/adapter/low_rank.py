@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.chunks import Chunked, read_rows, read_tensor
+from precisionctl.checkpoints.chunks import Chunked, read_tensor, read_values
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
@@ -89,8 +89,7 @@ class Merged:
         return made
 
     def _values(self, row: int, rows: int) -> Tensor:
-        stored, encoding = read_rows(self.stored, self.name, row, rows), self.encodings.get(self.name)
-        values = stored.float() if encoding is None else encoding.decode_rows(stored, row)
+        values = read_values(self.stored, self.encodings, self.name, row, rows).float()
         if self.change is None:
             return values
         left, right = self.factors.of(self.change)

@@ -14,7 +14,6 @@ from itertools import count, permutations, takewhile
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
-from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
@@ -305,14 +304,7 @@ def _stack_of(target: str, parameter: str, specs: Mapping[str, TensorSpec]) -> _
 
 def _names_in_files(base: Reader) -> dict[str, str]:
     """Names under which a base stores tensors, by those that the class of its family has in memory, and peft writes."""
-    found: dict[str, str] = {}
-    if not isinstance(base.model, UntabledModel):
-        for row in table_of(base.model).spelled(base.specs, base.model, naming="in memory"):
-            stored = row.as_stored
-            if stored and len(stored.hf) == len(row.hf) and stored.rearrangement == row.rearrangement:
-                for place in row.places(base.model):
-                    found |= zip(names(row, "hf", place), names(stored, "hf", place), strict=True)
-    return found
+    return {called: name for name, called in table_of(base.model).in_memory(base.specs, base.model).items()}
 
 
 def _weights_file(path: Path) -> Path:
