@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,21 +129,38 @@ def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: st
     assert isinstance(reader, AdapterReader) and reader.changes[f"{Q}.weight"].scale == scale
 
 
-@pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [Q], ".*q_proj", "all-linear", None])
-def test_targets_are_the_ends_of_names_and_expressions_are_not_evaluated(tmp_path: Path, targets: object) -> None:
-    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), target_modules=targets)
-    assert Q in lora_config.read_lora_config(made).modules
+@pytest.mark.parametrize(
+    ("config", "is_adapted"),
+    [
+        ({"target_modules": ["q_proj"]}, True),
+        ({"target_modules": ["self_attn.q_proj"]}, True),
+        ({"target_modules": [Q]}, True),
+        ({"target_modules": ".*q_proj"}, True),
+        ({"target_modules": "q_proj"}, False),  # of a whole name
+        ({"target_modules": r".*\.layers\.(1|2)\..*"}, False),
+        ({"target_modules": "(?!k).*"}, True),  # not read
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.0\..*"}, False),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.1\..*"}, True),
+        ({"target_modules": None}, True),
+        ({"target_modules": None, "target_parameters": ["mlp.gate.weight"]}, False),
+    ],
+)
+def test_targets_are_the_ends_of_names_or_an_expression(
+    tmp_path: Path, config: dict[str, object], is_adapted: bool
+) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64), **config)
+    assert (Q in lora_config.read_lora_config(made).modules) is is_adapted
 
 
-@pytest.mark.parametrize("pattern", [r"\d+.\d+.\d+.[XY]", "{number}name"])
-def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    monkeypatch.setattr(lora_config, "SECONDS", 0.2)
-    alphas = lora_config.Alphas({pattern.format(number=number): 3.0 for number in range(1000)})
-    start = time.perf_counter()
-    with pytest.raises(MappingError, match=r"alpha_pattern take more than 0\.2 seconds"):
-        for _ in range(100_000):
-            alphas.of("0" * 4096, 1.0)
-    assert time.perf_counter() - start < 5
+def test_a_parameter_that_is_adapted_has_the_alpha_of_its_own_name(tmp_path: Path) -> None:
+    base, router = saved(tmp_path / "base", "qwen3-moe", dtype=torch.bfloat16), "model.layers.1.mlp.gate"
+    before = load_file(base / "model.safetensors")[f"{router}.weight"].float()
+    tensors = linear(router, *before.shape)
+    config = {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 3}}
+    merged = merge(base, tmp_path / "out", tensors, **config)[f"{router}.weight"]
+    a, b = tensors.values()
+    assert torch.equal(merged, (before + b @ a * 2.0).bfloat16())
 
 
 def test_verify_compares_an_adapter_on_its_base_with_the_merged_model(llama: Path, tmp_path: Path) -> None:
@@ -433,25 +449,15 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     ),
     "targets that are no names": ({"target_modules": [1]}, lambda: linear(Q, 64, 64), r"target_modules is \[1\]"),
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),
-    "an expression that takes for ever": (
-        {"alpha_pattern": {"(([a-z_.0-9]+)+)+!": 3}},
+    "an expression that looks ahead": (
+        {"alpha_pattern": {"(?!k).*": 3}},
         lambda: linear(Q, 64, 64),
-        "an expression that is not read",
-    ),
-    "alternatives without end": (
-        {"alpha_pattern": {"(.|.)" * 40 + "!": 3}},
-        lambda: linear(Q, 64, 64),
-        "an expression that is not read",
-    ),
-    "alternatives that are all the same": (
-        {"alpha_pattern": {"(.|.)" * 30 + "X": 3}},
-        lambda: linear(Q, 64, 64),
-        "an expression that is not read",
+        r"alpha_pattern has an expression that is not read: '\(\?!k\)\.\*'",
     ),
     "too many expressions": (
         {"alpha_pattern": {f"{number:0400}": 3 for number in range(1000)}},
         lambda: linear(Q, 64, 64),
-        "alpha_pattern has over 65536 characters",
+        "the expressions of alpha_pattern are longer than 131072 letters",
     ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),

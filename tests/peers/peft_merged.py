@@ -28,6 +28,12 @@ MOE = (
     "qwen3_moe",
     {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 )
+DEEPSEEK = (
+    "deepseek_v3",
+    {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+)
 LFM3: tuple[str, dict[str, Any]] = ("lfm3", {"head_dim": 16, "num_hidden_layers": 3})
 AXK2 = (
     "axk2",
@@ -75,6 +81,17 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "lfm3": (LFM3, {"target_modules": [*ATTENTION, "g_proj"]}),
     "axk2": (AXK2, {"target_modules": ["fc1", "fc2", "q_gate_proj", "o_proj"]}),
     "laguna": (LAGUNA, {"target_modules": ["q_proj"], "modules_to_save": ["shared_experts"]}),
+    # of which peft itself makes target_parameters, rank_pattern and alpha_pattern
+    "all_linear": (MOE, {"target_modules": "all-linear"}),
+    "deepseek": (DEEPSEEK, {"target_modules": "all-linear", "exclude_modules": r".*layers\.1\..*q_b_proj"}),
+    "expressions": (
+        LLAMA,
+        {
+            "target_modules": r".*\.layers\.\d+\..*(q|down)_proj",
+            "rank_pattern": {"^model.layers.1.*q_proj": 2, ".*down_proj": 3},
+            "alpha_pattern": {r"(?:.+\.)?[q]_pro[a-k]": 3, "^.*1.*down_proj$": 5},
+        },
+    ),
     "layers": (LLAMA, {"target_modules": ATTENTION, "layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
 }
 
@@ -88,6 +105,9 @@ CHOICES: list[dict[str, Any]] = [
     {"target_modules": ["down_proj", "q_proj"], "layers_to_transform": [1], "layers_pattern": ""},
     {"target_modules": ["down_proj", "lm_head", "q_proj"], "modules_to_save": ["lm_head", "mlp"]},
     {"target_modules": ["down_proj", "q_proj"], "exclude_modules": ["down_proj"], "layers_to_transform": [1, 0]},
+    {"target_modules": r"model\.layers\.\d\..*_proj", "exclude_modules": r".*\.(o_proj|experts\.1\..*)"},
+    {"target_modules": "_proj"},
+    {"target_modules": ["down_proj"], "exclude_modules": ".*[02-9]{2}.*|.*experts"},
 ]
 MODULES = [
     "lm_head",

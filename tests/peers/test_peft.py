@@ -16,7 +16,10 @@ from precisionctl.checkpoints.adapter.lora_config import read_lora_config
 SCRIPT = Path(__file__).with_name("peft_merged.py")
 VERSIONS = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
 
-CASES = "plain rslora patterns whole embeddings dora biases conv1d experts down mixtral lfm3 axk2 laguna layers".split()
+CASES = [
+    *("plain", "rslora", "patterns", "whole", "embeddings", "dora", "biases", "conv1d", "experts", "down", "mixtral"),
+    *("lfm3", "axk2", "laguna", "layers", "all_linear", "deepseek", "expressions"),
+]
 """Those of the script."""
 
 

@@ -150,7 +150,7 @@ class AdapterReader:
             if weight in self.changes:
                 raise _twice(weight, module)
             if weight in self.base.specs or weight in self.replaced:
-                if target not in self._config.modules:
+                if target not in self._config.modules and not self._config.adapts_parameter(f"{target}.weight"):
                     what = f"`{target}` is no module that {FILE} says to adapt: peft leaves its tensors out"
                     do = "Is the file this adapter's? See target_modules, exclude_modules and layers_to_transform."
                     raise MappingError(what, do=do)
@@ -172,8 +172,9 @@ class AdapterReader:
         shape = self._shape(name)
         if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
             raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
-        rank = self._rank(a, b, 1)
-        return LowRank(a, b, self._config.scale(module, rank), transposed, self._magnitude(stored, shape, transposed))
+        rank, target = self._rank(a, b, 1), _NESTED.sub("", module)
+        named = f"{target}.weight" if self._config.adapts_parameter(f"{target}.weight") else target
+        return LowRank(a, b, self._config.scale(named, rank), transposed, self._magnitude(stored, shape, transposed))
 
     def _magnitude(self, stored: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> str | None:
         name = stored.get("lora_magnitude_vector")
