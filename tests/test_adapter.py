@@ -203,6 +203,27 @@ def test_an_embedding_is_changed_by_token(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(merged[f"{name}.weight"], (before.float() + (b @ a).t() * 2.0).bfloat16())
 
 
+def test_an_output_layer_that_is_tied_has_the_change_of_its_embedding(tmp_path: Path) -> None:
+    """Its factors are the embedding's, exchanged and transposed."""
+    base = saved(tmp_path / "base", "llama-3", dtype=torch.bfloat16, tie_word_embeddings=True)
+    before = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    a, b = random(4, 250), random(64, 4)
+    embedding = {"model.embed_tokens.lora_embedding_A": a, "model.embed_tokens.lora_embedding_B": b}
+    head = {"lm_head.lora_A.weight": b.t(), "lm_head.lora_B.weight": a.t()}
+    settings = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    for name, copies in (("plain", {}), ("saved", {"lm_head.base_layer.weight": before.float()})):
+        merged = merge(base, tmp_path / name, embedding | head | copies, **settings)
+        assert torch.equal(merged["model.embed_tokens.weight"], (before.float() + (b @ a).t() * 2.0).bfloat16())
+    for other, setting in (
+        (embedding | head | {"lm_head.lora_A.weight": b.t() + 1}, {}),
+        (embedding | head, {"alpha_pattern": {"lm_head": 3}}),
+        (head, {}),
+    ):
+        made = adapter(tmp_path / f"other-{len(list(tmp_path.iterdir()))}", other, **settings, **setting)
+        with pytest.raises(MappingError, match="ensure_weight_tying: the adapter changes the output layer otherwise"):
+            open_checkpoint(made, hints=Hints(reference=base))
+
+
 def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path) -> None:
     base, module = saved(tmp_path / "base", "gpt2"), "transformer.h.0.attn.c_attn"
     tensors = linear(module, 192, 64)

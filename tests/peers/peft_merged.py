@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import save_file
 
 SIZES = {
     "vocab_size": 96,
@@ -135,7 +136,31 @@ def make(directory: Path, model_type: str, sizes: dict[str, Any], settings: dict
     PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload().save_pretrained(directory / "merged")
 
 
+def make_tied(directory: Path) -> None:
+    """An adapter of an embedding and the output layer that is tied to it, and the logits that peft computes with it
+    unmerged: its merge adds the change twice to the one tensor. The base is in FP32, for peft unties others."""
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model("llama", tie_word_embeddings=True, **(SIZES | no_tokens))
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(directory / "base")
+    targets = ["q_proj", "embed_tokens"]
+    adapter = get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, ensure_weight_tying=True)
+    )
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if parameter.requires_grad and "lm_head" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter.save_pretrained(directory / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory / "base")
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, directory / "adapter")(torch.arange(96).unsqueeze(0)[:, :64]).logits
+    save_file({"logits": logits}, directory / "logits.safetensors")
+
+
 if __name__ == "__main__":
+    make_tied(Path(sys.argv[1]) / "tied")
     for name, ((model_type, sizes), settings) in CASES.items():
         make(Path(sys.argv[1]) / name, model_type, sizes, settings)
     adapted = [

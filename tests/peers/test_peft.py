@@ -51,6 +51,17 @@ def test_the_same_modules_are_adapted(made: Path, tmp_path: Path) -> None:
     assert any(len(adapted) not in (0, len(said["modules"])) for _, adapted in said["adapted"])
 
 
+def test_a_tied_embedding_gets_its_change_once(made: Path) -> None:
+    folder = made / "tied"
+    conversions.run(folder / "adapter", folder / "ours", "hf", reference=folder / "base", verify=True)
+    tokens, theirs = torch.arange(64).unsqueeze(0), load_file(folder / "logits.safetensors")["logits"]
+    with torch.no_grad():
+        ours, base = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder / name)(tokens).logits for name in ("ours", "base")
+        )
+    assert float((ours - theirs).abs().max()) < 1e-4 < 1 < float((base - theirs).abs().max())
+
+
 def test_megatron_gets_the_same(made: Path) -> None:
     folder = made / "experts"
     conversions.run(folder / "adapter", folder / "megatron", "megatron", reference=folder / "base")

@@ -18,13 +18,13 @@ FILE = "adapter_config.json"
 
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights", "target_modules", "target_parameters",
+    "init_lora_weights", "target_modules", "target_parameters", "ensure_weight_tying",
     "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
     # where it is from, and how it was trained
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying",
+    "lora_dropout", "megatron_core", "runtime_config",
     # how it was initialised
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     # which tensors it has: they say that themselves
@@ -86,7 +86,8 @@ class LoraConfig:
     `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
     and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
     parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
-    it is for; a stranger wrote it.
+    it is for; a stranger wrote it. `ensure_weight_tying`: an output layer that is tied to an embedding has the same
+    change.
     """
 
     rank: int
@@ -99,6 +100,7 @@ class LoraConfig:
     parameters: frozenset[str]
     modules: AdaptedModules = AdaptedModules()
     base: str | None = None
+    ensure_weight_tying: bool = False
 
     def adapts_parameter(self, name: str) -> bool:
         """Whether a parameter is one of `target_parameters`, by its whole name or the end of it."""
@@ -163,7 +165,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
     every = frozenset((rank, *ranks.values()))
     with at(path):
         own = Alphas(alphas)
-    return LoraConfig(rank, alpha, every, own, rslora, dora, transposed, frozenset(parameters), modules, base)
+    tied = _switch(config, "ensure_weight_tying", path)
+    return LoraConfig(rank, alpha, every, own, rslora, dora, transposed, frozenset(parameters), modules, base, tied)
 
 
 def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
