@@ -346,6 +346,17 @@ def test_of_a_base_without_a_table_too(tmp_path: Path) -> None:
         merge(tmp_path / "base", tmp_path / "other", tensors)
 
 
+def test_adapters_in_folders_of_its_directory_are_named(llama: Path, tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    assert not any(
+        "not merged" in note for note in conversions.run(made, tmp_path / "one", "hf", reference=llama).notes
+    )
+    for folder in ("two", "checkpoint-10"):
+        adapter(made / folder, linear(Q, 64, 64))
+    notes = conversions.run(made, tmp_path / "out", "hf", reference=llama).notes
+    assert any(note.startswith("1 adapter in a folder below it is not merged: 'two'.") for note in notes), notes
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 

@@ -136,6 +136,27 @@ def make(directory: Path, model_type: str, sizes: dict[str, Any], settings: dict
     PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload().save_pretrained(directory / "merged")
 
 
+def make_two(directory: Path) -> None:
+    """Two adapters of one base in BF16, and both merged in FP32."""
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model("llama", **(SIZES | no_tokens))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(directory / "base")
+    adapter = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION))
+    adapter.add_adapter("two", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_rslora=True))
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter.save_pretrained(directory / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory / "base", dtype=torch.float32)
+    both = PeftModel.from_pretrained(base, directory / "adapter")
+    both.load_adapter(directory / "adapter" / "two", "two")
+    both.base_model.set_adapter(["default", "two"])
+    both.merge_and_unload().save_pretrained(directory / "merged")
+
+
 def make_tied(directory: Path) -> None:
     """An adapter of an embedding and the output layer that is tied to it, and the logits that peft computes with it
     unmerged: its merge adds the change twice to the one tensor. The base is in FP32, for peft unties others."""
@@ -161,6 +182,7 @@ def make_tied(directory: Path) -> None:
 
 if __name__ == "__main__":
     make_tied(Path(sys.argv[1]) / "tied")
+    make_two(Path(sys.argv[1]) / "two")
     for name, ((model_type, sizes), settings) in CASES.items():
         make(Path(sys.argv[1]) / name, model_type, sizes, settings)
     adapted = [

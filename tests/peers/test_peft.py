@@ -62,6 +62,17 @@ def test_a_tied_embedding_gets_its_change_once(made: Path) -> None:
     assert float((ours - theirs).abs().max()) < 1e-4 < 1 < float((base - theirs).abs().max())
 
 
+def test_two_adapters_are_merged_on_a_base_in_fp32(made: Path) -> None:
+    folder = made / "two"
+    conversions.run(folder / "base", folder / "base32", "hf", "fp32")
+    conversions.run(folder / "adapter", folder / "one", "hf", reference=folder / "base32")
+    conversions.run(folder / "adapter" / "two", folder / "both", "hf", reference=folder / "one")
+    conversions.run(folder / "both", folder / "ours", "hf", "bf16")
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("ours", "merged"))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name].bfloat16())] == []
+
+
 def test_megatron_gets_the_same(made: Path) -> None:
     folder = made / "experts"
     conversions.run(folder / "adapter", folder / "megatron", "megatron", reference=folder / "base")

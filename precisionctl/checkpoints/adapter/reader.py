@@ -77,6 +77,14 @@ class AdapterReader:
         return self._config.base
 
     @property
+    def others(self) -> Sequence[str]:
+        """Folders of further adapters beside this one, where peft saves all but the one called `default`. Those of a
+        Trainer's checkpoints have the same adapter, earlier."""
+        folders = [each for each in self.path.iterdir() if each.is_dir() and not each.is_symlink()]
+        own = [each for each in folders if not each.name.startswith("checkpoint-")]
+        return sorted(each.name for each in own if has_file(each / FILE, self.path))
+
+    @property
     def container(self) -> str:
         return self.base.container
 
