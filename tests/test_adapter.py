@@ -224,13 +224,16 @@ def test_an_output_layer_that_is_tied_has_the_change_of_its_embedding(tmp_path: 
             open_checkpoint(made, hints=Hints(reference=base))
 
 
-def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path) -> None:
-    base, module = saved(tmp_path / "base", "gpt2"), "transformer.h.0.attn.c_attn"
-    tensors = linear(module, 192, 64)
-    merged = merge(base, tmp_path / "out", tensors, fan_in_fan_out=True)
-    a, b = tensors.values()
-    before = load_file(base / "model.safetensors")[f"{module}.weight"]
-    assert torch.equal(merged[f"{module}.weight"], before + (b @ a).t() * 2.0)
+@pytest.mark.parametrize("said", [True, False])
+def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path, said: bool) -> None:
+    """Whatever `fan_in_fan_out` says: peft sets it for the last module that it adapts, and asks each module's class."""
+    base = saved(tmp_path / "base", "gpt2")
+    wide, square = (f"transformer.h.0.attn.{name}" for name in ("c_attn", "c_proj"))
+    tensors = {wide: linear(wide, 192, 64), square: linear(square, 64, 64)}
+    merged = merge(base, tmp_path / "out", tensors[wide] | tensors[square], fan_in_fan_out=said)
+    for module, (a, b) in ((module, pair.values()) for module, pair in tensors.items()):
+        before = load_file(base / "model.safetensors")[f"{module}.weight"]
+        assert torch.equal(merged[f"{module}.weight"], before + (b @ a).t() * 2.0)
 
 
 @pytest.mark.parametrize("levels", [("", ".base_layer"), (".base_layer", "")])

@@ -68,6 +68,12 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "dora": (LLAMA, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
     "biases": (BIASED, {"target_modules": ["q_proj"], "bias": "all"}),
     "conv1d": (GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    # of which fan_in_fan_out says what the last one is
+    "conv1d_and_linear": (
+        (GPT2[0], GPT2[1] | {"tie_word_embeddings": False}),
+        {"target_modules": ["c_attn", "c_proj", "lm_head"]},
+    ),
+    "mica": (LLAMA, {"target_modules": ["q_proj"], "init_lora_weights": "mica"}),
     "experts": (MOE, {"target_modules": ["q_proj", "v_proj"], "target_parameters": STACKS}),
     "down": (
         MOE,

@@ -18,7 +18,8 @@ VERSIONS = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={tr
 
 CASES = [
     *("plain", "rslora", "patterns", "whole", "embeddings", "dora", "biases", "conv1d", "experts", "down", "mixtral"),
-    *("lfm3", "axk2", "laguna", "layers", "all_linear", "deepseek", "expressions"),
+    *("lfm3", "axk2", "laguna", "layers", "all_linear", "deepseek", "expressions", "mica"),
+    "conv1d_and_linear",
 ]
 """Those of the script."""
 

@@ -32,7 +32,7 @@ _OF_NO_CONSEQUENCE = frozenset({
     # only read with `use_qalora`, which is refused
     "qalora_group_size",
 })  # fmt: skip
-_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something off
 it, and their adapters belong to what is left."""
 

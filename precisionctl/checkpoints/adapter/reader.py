@@ -15,6 +15,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import names
+from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
@@ -63,7 +64,7 @@ class AdapterReader:
         self.path, self.base, self._config, self._stored = path, base, config, stored
         self.files: Sequence[Path] = sorted({*base.files, *files})
         self._factors = Factors(stored)
-        self._tied = tied_embeddings(base.model, base.specs)
+        self._tied, self._conv1d = tied_embeddings(base.model, base.specs), _conv1d(base)
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
@@ -191,7 +192,7 @@ class AdapterReader:
         embedding = "lora_embedding_A" in stored
         kinds = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         a, b = self._pair(module, stored, kinds)
-        transposed = embedding or self._config.transposed
+        transposed = embedding or (self._config.transposed if self._conv1d is None else name in self._conv1d)
         shape = self._shape(name)
         if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
             raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
@@ -337,6 +338,16 @@ def _names_in_files(base: Reader) -> dict[str, str]:
                 for place in row.places(base.model):
                     found |= zip(names(row, "hf", place), names(stored, "hf", place), strict=True)
     return found
+
+
+def _conv1d(base: Reader) -> frozenset[str] | None:
+    """The matrices that a base stores as [in, out], by its table; None without one. An adapter's `fan_in_fan_out` says
+    it of the last module that peft adapted (tuners/lora/layer.py, dispatch_default), and peft does not rely on it."""
+    if isinstance(base.model, UntabledModel):
+        return None
+    rows = table_of(base.model).spelled(base.specs, base.model)
+    stored = [row for row in rows if isinstance(row.rearrangement, Transposed)]
+    return frozenset(name for row in stored for place in row.places(base.model) for name in names(row, "hf", place))
 
 
 def _weights_file(path: Path) -> Path:
