@@ -177,6 +177,13 @@ def adapter_notes(reader: Reader) -> Iterator[str]:
         )
         if reader.named_base:
             yield f"The adapter names {shown(reader.named_base)} as its base; nothing here proves that this is it."
+        if others := reader.others:
+            are = counted(len(others), "adapter in a folder below it is", "adapters in folders below it are")
+            yield f"{are} not merged: {', '.join(map(shown, others[:5]))}{', ...' if others[5:] else ''}."
+            yield (
+                "To merge several, begin with `convert BASE BASE32 --to hf --precision fp32`, and give each result as "
+                "--reference of the next."
+            )
 
 
 def decoded_base_notes(reader: Reader) -> Iterator[str]:

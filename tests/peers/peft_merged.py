@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import save_file
 
 SIZES = {
     "vocab_size": 96,
@@ -27,6 +28,12 @@ MIXTRAL = ("mixtral", {"num_local_experts": 4})
 MOE = (
     "qwen3_moe",
     {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+)
+DEEPSEEK = (
+    "deepseek_v3",
+    {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
 )
 LFM3: tuple[str, dict[str, Any]] = ("lfm3", {"head_dim": 16, "num_hidden_layers": 3})
 AXK2 = (
@@ -61,6 +68,12 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "dora": (LLAMA, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
     "biases": (BIASED, {"target_modules": ["q_proj"], "bias": "all"}),
     "conv1d": (GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    # of which fan_in_fan_out says what the last one is
+    "conv1d_and_linear": (
+        (GPT2[0], GPT2[1] | {"tie_word_embeddings": False}),
+        {"target_modules": ["c_attn", "c_proj", "lm_head"]},
+    ),
+    "mica": (LLAMA, {"target_modules": ["q_proj"], "init_lora_weights": "mica"}),
     "experts": (MOE, {"target_modules": ["q_proj", "v_proj"], "target_parameters": STACKS}),
     "down": (
         MOE,
@@ -75,6 +88,17 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "lfm3": (LFM3, {"target_modules": [*ATTENTION, "g_proj"]}),
     "axk2": (AXK2, {"target_modules": ["fc1", "fc2", "q_gate_proj", "o_proj"]}),
     "laguna": (LAGUNA, {"target_modules": ["q_proj"], "modules_to_save": ["shared_experts"]}),
+    # of which peft itself makes target_parameters, rank_pattern and alpha_pattern
+    "all_linear": (MOE, {"target_modules": "all-linear"}),
+    "deepseek": (DEEPSEEK, {"target_modules": "all-linear", "exclude_modules": r".*layers\.1\..*q_b_proj"}),
+    "expressions": (
+        LLAMA,
+        {
+            "target_modules": r".*\.layers\.\d+\..*(q|down)_proj",
+            "rank_pattern": {"^model.layers.1.*q_proj": 2, ".*down_proj": 3},
+            "alpha_pattern": {r"(?:.+\.)?[q]_pro[a-k]": 3, "^.*1.*down_proj$": 5},
+        },
+    ),
     "layers": (LLAMA, {"target_modules": ATTENTION, "layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
 }
 
@@ -88,6 +112,9 @@ CHOICES: list[dict[str, Any]] = [
     {"target_modules": ["down_proj", "q_proj"], "layers_to_transform": [1], "layers_pattern": ""},
     {"target_modules": ["down_proj", "lm_head", "q_proj"], "modules_to_save": ["lm_head", "mlp"]},
     {"target_modules": ["down_proj", "q_proj"], "exclude_modules": ["down_proj"], "layers_to_transform": [1, 0]},
+    {"target_modules": r"model\.layers\.\d\..*_proj", "exclude_modules": r".*\.(o_proj|experts\.1\..*)"},
+    {"target_modules": "_proj"},
+    {"target_modules": ["down_proj"], "exclude_modules": ".*[02-9]{2}.*|.*experts"},
 ]
 MODULES = [
     "lm_head",
@@ -115,7 +142,53 @@ def make(directory: Path, model_type: str, sizes: dict[str, Any], settings: dict
     PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload().save_pretrained(directory / "merged")
 
 
+def make_two(directory: Path) -> None:
+    """Two adapters of one base in BF16, and both merged in FP32."""
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model("llama", **(SIZES | no_tokens))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(directory / "base")
+    adapter = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION))
+    adapter.add_adapter("two", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_rslora=True))
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter.save_pretrained(directory / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory / "base", dtype=torch.float32)
+    both = PeftModel.from_pretrained(base, directory / "adapter")
+    both.load_adapter(directory / "adapter" / "two", "two")
+    both.base_model.set_adapter(["default", "two"])
+    both.merge_and_unload().save_pretrained(directory / "merged")
+
+
+def make_tied(directory: Path) -> None:
+    """An adapter of an embedding and the output layer that is tied to it, and the logits that peft computes with it
+    unmerged: its merge adds the change twice to the one tensor. The base is in FP32, for peft unties others."""
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model("llama", tie_word_embeddings=True, **(SIZES | no_tokens))
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(directory / "base")
+    targets = ["q_proj", "embed_tokens"]
+    adapter = get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, ensure_weight_tying=True)
+    )
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if parameter.requires_grad and "lm_head" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter.save_pretrained(directory / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory / "base")
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, directory / "adapter")(torch.arange(96).unsqueeze(0)[:, :64]).logits
+    save_file({"logits": logits}, directory / "logits.safetensors")
+
+
 if __name__ == "__main__":
+    make_tied(Path(sys.argv[1]) / "tied")
+    make_two(Path(sys.argv[1]) / "two")
     for name, ((model_type, sizes), settings) in CASES.items():
         make(Path(sys.argv[1]) / name, model_type, sizes, settings)
     adapted = [

@@ -81,7 +81,9 @@ def _read_config(directory: Path) -> LoraConfig:
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
         raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
     ranks = frozenset((rank,))
-    return LoraConfig(rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=())
+    return LoraConfig(
+        rank, alpha, ranks, Alphas({}), rslora=False, dora=False, transposed=False, parameters=frozenset()
+    )
 
 
 class _Factors:

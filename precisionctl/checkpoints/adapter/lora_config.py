@@ -3,28 +3,28 @@ tuners/lora/config.py)."""
 
 import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.adapter.expressions import Expressions
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.errors import DamagedCheckpoint, MappingError, shown
+from precisionctl.errors import DamagedCheckpoint, MappingError, at, shown
 from precisionctl.untrusted.safe_files import read_file
 
 FILE = "adapter_config.json"
 
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights", "target_modules", "target_parameters",
+    "init_lora_weights", "target_modules", "target_parameters", "ensure_weight_tying",
     "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save",
 })  # fmt: skip
 _OF_NO_CONSEQUENCE = frozenset({
     # where it is from, and how it was trained
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying",
+    "lora_dropout", "megatron_core", "runtime_config",
     # how it was initialised
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     # which tensors it has: they say that themselves
@@ -32,12 +32,9 @@ _OF_NO_CONSEQUENCE = frozenset({
     # only read with `use_qalora`, which is refused
     "qalora_group_size",
 })  # fmt: skip
-_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something off
 it, and their adapters belong to what is left."""
-
-_REPEATS_NO_MORE = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
-"""Regular expressions that repeat nothing but digits."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,29 @@ class AdaptedModules:
     """Which modules peft adapts (peft 0.21, tuners/tuners_utils.py, check_target_module_exists). It ignores the tensors
     of others when it loads an adapter.
 
-    `targets` and `excluded` are ends of names. `targets` are None if a regular expression says them, or nothing does;
-    no expression is evaluated. `saved` are stored whole, with all that is in them. `layers` are numbers, the first in a
-    module's name, or the first behind one of the `layer_lists`; None for all. They say nothing where there are no
-    `targets`, nor of a module that these name whole.
+    `targets` and `excluded` are ends of names, or an expression for whole ones. `targets` are None where nothing says
+    them, or an expression that is not read, as one that looks ahead; nothing is `excluded` by such a one. `saved` are
+    stored whole, with all that is in them. `layers` are numbers, the first in a module's name, or the first behind one
+    of the `layer_lists`; None for all. They say nothing where `targets` are no ends of names, nor of a module that
+    these name whole.
     """
 
-    targets: frozenset[str] | None = None
-    excluded: frozenset[str] = frozenset()
+    targets: frozenset[str] | Expressions | None = None
+    excluded: frozenset[str] | Expressions = frozenset()
     saved: frozenset[str] = frozenset()
     layers: frozenset[int] | None = None
     layer_lists: tuple[str, ...] = ()
 
     def __contains__(self, module: str) -> bool:
-        begins = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
-        ends, framed = {module[begin:] for begin in begins}, f".{module}."
-        if ends & self.excluded or any(f".{name}." in framed for name in self.saved):
+        ends, framed = _ends(module), f".{module}."
+        if isinstance(self.excluded, Expressions):
+            is_excluded = self.excluded.first(module) is not None
+        else:
+            is_excluded = not ends.isdisjoint(self.excluded)
+        if is_excluded or any(f".{name}." in framed for name in self.saved):
             return False
+        if isinstance(self.targets, Expressions):
+            return self.targets.first(module) is not None
         if self.targets is None or module in self.targets:
             return True
         return not ends.isdisjoint(self.targets) and (self.layers is None or self._layer(module) in self.layers)
@@ -83,7 +86,8 @@ class LoraConfig:
     `rank` and `alpha` are the usual rank and `lora_alpha` of a module, `ranks` every rank that some module may have,
     and `alphas` the modules with an alpha of their own. `modules` are those that are adapted, and `parameters` names of
     parameters that are adapted on their own, such as the experts of a layer. `base` is the model that the adapter says
-    it is for; a stranger wrote it.
+    it is for; a stranger wrote it. `ensure_weight_tying`: an output layer that is tied to an embedding has the same
+    change.
     """
 
     rank: int
@@ -93,55 +97,33 @@ class LoraConfig:
     rslora: bool
     dora: bool
     transposed: bool
-    parameters: tuple[str, ...]
+    parameters: frozenset[str]
     modules: AdaptedModules = AdaptedModules()
     base: str | None = None
+    ensure_weight_tying: bool = False
+
+    def adapts_parameter(self, name: str) -> bool:
+        """Whether a parameter is one of `target_parameters`, by its whole name or the end of it."""
+        return not _ends(name).isdisjoint(self.parameters)
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor of the low-rank product of a module with this rank."""
+        """The factor of the low-rank product of a module, or of a parameter of `target_parameters`, with this rank."""
         alpha = self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Alphas:
-    """The modules that have an alpha other than `lora_alpha`, by regular expressions for the ends of their names.
-
-    The expressions and the names come from a stranger, so all matching together may take SECONDS.
-    """
+    """The modules that have an alpha other than `lora_alpha`, by regular expressions for the ends of their names (peft
+    0.21, utils/other.py, get_pattern_key). Raises as Expressions."""
 
     def __init__(self, patterns: Mapping[str, float]) -> None:
-        import regex  # here, as `ignore_lists.py` does
-
-        self._patterns = [(regex.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in patterns.items()]
-        self._left = SECONDS
+        self._patterns = Expressions(list(patterns), "alpha_pattern", ends=True)
+        self._alphas = list(patterns.values())
 
     def of(self, module: str, otherwise: float) -> float:
-        """The alpha of the first expression that matches a module, else `otherwise`. Raises MappingError when the time
-        is used up."""
-        end = time.monotonic() + self._left
-        found = next((alpha for pattern, alpha in self._patterns if _matches(pattern, module, end)), otherwise)
-        self._left = end - time.monotonic()
-        return found
-
-
-SECONDS = 10.0
-_MOST_CHARACTERS = 1 << 16
-"""Characters of all expressions together. Compiling them takes up to 70 microseconds a character."""
-
-
-def _matches(pattern: Any, module: str, end: float) -> bool:
-    """Whether an expression matches a module's name. `end` is the time, by the monotonic clock, at which matching is
-    given up."""
-    left = end - time.monotonic()
-    branches = "|" in pattern.pattern or "+" in pattern.pattern
-    try:
-        if left <= 0:
-            raise TimeoutError
-        # A limit makes a match ten times slower. Without branches one takes no longer than its name is long.
-        return pattern.match(module, timeout=left if branches else None) is not None
-    except TimeoutError:
-        what = f"the expressions of alpha_pattern take more than {SECONDS:g} seconds"
-        raise MappingError(what, where=FILE, do=_FEWER) from None
+        """The alpha of the first expression that matches a module, else `otherwise`."""
+        first = self._patterns.first(module)
+        return otherwise if first is None else self._alphas[first]
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
@@ -173,12 +155,6 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"r is {shown(rank)}, rank_pattern {shown(ranks)}: ranks are whole numbers", where=path)
     if not all(type(one) in (int, float) and abs(one) < LARGEST_ALPHA for one in (alpha, *alphas.values())):
         raise DamagedCheckpoint(f"lora_alpha is {shown(alpha)}, alpha_pattern {shown(alphas)}", where=path)
-    if sum(map(len, alphas)) > _MOST_CHARACTERS:
-        raise MappingError(f"alpha_pattern has over {_MOST_CHARACTERS} characters", where=path, do=_FEWER)
-    for pattern in alphas:
-        if not _is_harmless(pattern):
-            do = "Name the modules in it, without repetitions such as * and +."
-            raise MappingError(f"alpha_pattern has an expression that is not read: {shown(pattern)}", where=path, do=do)
     parameters = config.get("target_parameters") or []
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
@@ -187,7 +163,10 @@ def read_lora_config(directory: Path) -> LoraConfig:
     name = config.get("base_model_name_or_path")
     base = name if isinstance(name, str) else None
     every = frozenset((rank, *ranks.values()))
-    return LoraConfig(rank, alpha, every, Alphas(alphas), rslora, dora, transposed, tuple(parameters), modules, base)
+    with at(path):
+        own = Alphas(alphas)
+    tied = _switch(config, "ensure_weight_tying", path)
+    return LoraConfig(rank, alpha, every, own, rslora, dora, transposed, frozenset(parameters), modules, base, tied)
 
 
 def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
@@ -208,9 +187,11 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
     if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
         what = f"layers_to_transform is {shown(layers)}, neither a layer's number nor a list of them"
         raise DamagedCheckpoint(what, where=path)
+    if targets is None and config.get("target_parameters"):
+        targets = []
     return AdaptedModules(
-        targets=frozenset(targets) if isinstance(targets, list) else None,
-        excluded=frozenset(excluded) if isinstance(excluded, list) else frozenset(),
+        targets=_names(targets, "target_modules"),
+        excluded=_names(excluded, "exclude_modules") or frozenset(),
         saved=frozenset(saved),
         # other numbers are no layers', and can be chosen to have one hash
         layers=frozenset(each for each in layers if 0 <= each < _MOST_LAYERS) if layers else None,
@@ -218,11 +199,29 @@ def _read_modules(config: Mapping[str, Any], path: Path) -> AdaptedModules:
     )
 
 
+def _ends(name: str) -> set[str]:
+    """A name, and what is behind each of its dots."""
+    return {name[begin:] for begin in (0, *(dot.end() for dot in re.finditer(r"\.", name)))}
+
+
+def _names(value: list[str] | str | None, key: str) -> frozenset[str] | Expressions | None:
+    """What a list of ends of names, or a regular expression, says; None for nothing, or if it cannot be read."""
+    if isinstance(value, list):
+        return frozenset(value)
+    if not value or value.lower() == _ALL_LINEAR:
+        return None
+    try:
+        return Expressions([value], key)
+    except MappingError:
+        return None
+
+
+_ALL_LINEAR = "all-linear"
+"""A word of peft, for all linear layers but the output layer."""
 _MOST_LAYERS = 10**9
 _MOST_NAMES = 1000
 """Names of modules to save, and of lists of layers: each is looked for within the names of all adapted modules."""
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
-_FEWER = "Name the modules in it with fewer expressions."
 LARGEST_ALPHA = 1e9
 
 
@@ -231,22 +230,3 @@ def _switch(config: Mapping[str, Any], key: str, path: Path) -> bool:
     if value not in (None, True, False):
         raise DamagedCheckpoint(f"{key} is {shown(value)}, neither true nor false", where=path)
     return bool(value)
-
-
-def _is_harmless(pattern: str) -> bool:
-    """Whether no name can make this regular expression run for long: each group of alternatives may double the number
-    of ways to match, and each repetition is a loop."""
-    if (
-        len(pattern) > 500
-        or pattern.count("(") > 2
-        or pattern.count("+") > 3
-        or not _REPEATS_NO_MORE.fullmatch(pattern)
-    ):
-        return False
-    import regex
-
-    try:
-        regex.compile(f"({pattern})")
-    except regex.error:
-        return False
-    return True

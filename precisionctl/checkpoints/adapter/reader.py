@@ -7,15 +7,18 @@ Tensors have the names of the base. The adapter adds a low-rank product to a mat
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, permutations, takewhile
 from pathlib import Path
 
 from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import names
+from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
+from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
 from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of, read_companions
@@ -61,17 +64,26 @@ class AdapterReader:
         self.path, self.base, self._config, self._stored = path, base, config, stored
         self.files: Sequence[Path] = sorted({*base.files, *files})
         self._factors = Factors(stored)
+        self._tied, self._conv1d = tied_embeddings(base.model, base.specs), _conv1d(base)
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
         self._read_names()
-        _check_tied(base.model, base.specs, {*self.changes, *self.replaced})
+        check_touched(base.model, base.specs, {*self.changes, *self.replaced})
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
     @property
     def named_base(self) -> str | None:
         """The model that the adapter says it is for."""
         return self._config.base
+
+    @property
+    def others(self) -> Sequence[str]:
+        """Folders of further adapters beside this one, where peft saves all but the one called `default`. Those of a
+        Trainer's checkpoints have the same adapter, earlier."""
+        folders = [each for each in self.path.iterdir() if each.is_dir() and not each.is_symlink()]
+        own = [each for each in folders if not each.name.startswith("checkpoint-")]
+        return sorted(each.name for each in own if has_file(each / FILE, self.path))
 
     @property
     def container(self) -> str:
@@ -114,13 +126,14 @@ class AdapterReader:
     def _spec(self, name: str) -> TensorSpec:
         """Shape and dtype of a merged tensor: the base's, BF16 where that has codes."""
         mine = self._stored.specs[self.replaced[name]] if name in self.replaced else None
-        before = self.base.specs.get(name)
+        of = self._tied.get(name, name)
+        before = self.base.specs.get(of)
         if before is None:
             assert mine is not None, "either has it"
             return mine
         if mine and mine.shape != before.shape:
             raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
-        return TensorSpec(before.shape, DType.bfloat16) if name in self.base.encodings else before
+        return TensorSpec(before.shape, DType.bfloat16) if of in self.base.encodings else before
 
     def _read_names(self) -> None:
         """Find out what each tensor of the adapter is for."""
@@ -143,19 +156,31 @@ class AdapterReader:
                 raise _twice(target, name)
             self.replaced[target] = name
         stacks: dict[str, list[str]] = {}
+        tied: Mapping[str, str] = {}
+        if self._config.ensure_weight_tying:
+            check_known(self.base.model, (f"{module}.weight" for module in modules))
+            tied = self._tied
         for module in modules:
             target = _NESTED.sub("", module)
             weight = in_file.get(f"{target}.weight", f"{target}.weight")
+            if weight in tied:
+                continue
             if weight in self.changes:
                 raise _twice(weight, module)
             if weight in self.base.specs or weight in self.replaced:
-                if target not in self._config.modules:
+                if target not in self._config.modules and not self._config.adapts_parameter(f"{target}.weight"):
                     what = f"`{target}` is no module that {FILE} says to adapt: peft leaves its tensors out"
                     do = "Is the file this adapter's? See target_modules, exclude_modules and layers_to_transform."
                     raise MappingError(what, do=do)
                 self.changes[weight] = self._change(module, modules[module], weight)
             else:
                 stacks.setdefault(target, []).append(module)
+        for weight in tied:
+            if (module := weight.removesuffix(".weight")) in modules:
+                a, b = self._pair(module, modules[module], _LINEAR)
+                head = LowRank(a, b, self._config.scale(module, self._rank(a, b, 1)))
+                check_same_change(head, self.changes.get(tied[weight]), self._stored)
+                self.changes[weight] = self.changes[tied[weight]]
         for target, levels in stacks.items():
             found = self._of_experts(target, {level: modules[level] for level in levels})
             if both := self.changes.keys() & found.keys():
@@ -167,12 +192,13 @@ class AdapterReader:
         embedding = "lora_embedding_A" in stored
         kinds = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         a, b = self._pair(module, stored, kinds)
-        transposed = embedding or self._config.transposed
+        transposed = embedding or (self._config.transposed if self._conv1d is None else name in self._conv1d)
         shape = self._shape(name)
         if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
             raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
-        rank = self._rank(a, b, 1)
-        return LowRank(a, b, self._config.scale(module, rank), transposed, self._magnitude(stored, shape, transposed))
+        rank, target = self._rank(a, b, 1), _NESTED.sub("", module)
+        named = f"{target}.weight" if self._config.adapts_parameter(f"{target}.weight") else target
+        return LowRank(a, b, self._config.scale(named, rank), transposed, self._magnitude(stored, shape, transposed))
 
     def _magnitude(self, stored: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> str | None:
         name = stored.get("lora_magnitude_vector")
@@ -307,6 +333,16 @@ def _names_in_files(base: Reader) -> dict[str, str]:
     return {called: name for name, called in table_of(base.model).in_memory(base.specs, base.model).items()}
 
 
+def _conv1d(base: Reader) -> frozenset[str] | None:
+    """The matrices that a base stores as [in, out], by its table; None without one. An adapter's `fan_in_fan_out` says
+    it of the last module that peft adapted (tuners/lora/layer.py, dispatch_default), and peft does not rely on it."""
+    if isinstance(base.model, UntabledModel):
+        return None
+    rows = table_of(base.model).spelled(base.specs, base.model)
+    stored = [row for row in rows if isinstance(row.rearrangement, Transposed)]
+    return frozenset(name for row in stored for place in row.places(base.model) for name in names(row, "hf", place))
+
+
 def _weights_file(path: Path) -> Path:
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if has_file(path / name, path):
@@ -326,26 +362,6 @@ def _twice(target: str, name: str) -> DamagedCheckpoint:
 def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
     do = "Is it the adapter's base? A vocabulary that grew in training is not read."
     return ShapeMismatch(f"the adapter's `{name}` is {list(spec.shape)}, but {other}", do=do)
-
-
-_EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_embeddings|embeddings|lm_head)\.weight")
-
-
-def _check_tied(model: ModelShape, stored: Collection[str], touched: Collection[str]) -> None:
-    """Raise MappingError if an adapter changes only one of two tied tensors, embedding and output layer: the merged
-    model would need both, and the base stores one."""
-    if isinstance(model, UntabledModel):
-        ends = [name for name in touched if _EMBEDDING.fullmatch(name)]
-        apart = len(ends) == 1 and model.config.get("tie_word_embeddings") is not False
-    else:
-        aliases = table_of(model).aliases
-        tied = [one for one in aliases if one.switch == "tied_embeddings" and one.of in stored]
-        apart = model.tied_embeddings and any((one.of in touched) != (one.hf in touched) for one in tied)
-    if apart:
-        raise MappingError(
-            "the base ties its embedding and its output layer, and the adapter changes one of the two",
-            do="Untie them in the base first: store both, and set tie_word_embeddings to false in its config.json.",
-        )
 
 
 def open_base(path: Path, hints: Hints, of: str) -> Reader:
