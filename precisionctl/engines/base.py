@@ -58,8 +58,8 @@ _USABLE = EngineRule("codes are multiplied by scales: positive numbers that FP32
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""
 
-_GPT2_OF_LINEARS = "gpt_bigcode"
-"""Whose linears have these names, and are `[out, in]`."""
+_OF_CONV1D = ("gpt2", "openai-gpt")
+"""Whose classes have them. Linears of GPT-BigCode and GPT-Neo have the same names, and are `[out, in]`."""
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,7 @@ class Engine:
         return lambda module: never.concerns(module, model_type) if never else None
 
     def _unread(self, name: str, served: ServingLayout) -> bool:
-        conv1d = served.model_type != _GPT2_OF_LINEARS and bool(_CONV1D.fullmatch(name))
-        return conv1d and not self.reads_conv1d
+        return not self.reads_conv1d and served.model_type in _OF_CONV1D and bool(_CONV1D.fullmatch(name))
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
