@@ -1,5 +1,7 @@
 """Adapters of an embedding and the output layer that is tied to it: the merged model stores one tensor for both."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Iterable, Mapping
 
