@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints import huggingface
 
 KINDS = (
-    *("qwen3_next", "llama4_text", "qwen2_5_vl", "apertus", "phimoe", "opt", "granitemoeshared"),
+    *("qwen3_next", "llama4_text", "qwen2_5_vl", "apertus", "opt", "granitemoeshared"),
     *("olmo", "persimmon", "olmo2", "olmoe", "glm4", "seed_oss"),
 )
 """Text with experts one by one and in one tensor, hybrids, wrappers of images."""
