@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
+from typing import get_args
 
 import click
 import deepspeed_files
@@ -26,6 +27,7 @@ from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import estimate, worker
+from precisionctl.quant_methods.base import SCHEMES, Scheme
 
 
 @pytest.mark.parametrize("name", main.commands)
@@ -35,6 +37,11 @@ def test_every_command_has_help_for_itself_and_each_option(name):
     assert command.help
     silent = [p.name for p in command.params if p.param_type_name == "option" and not p.help]
     assert not silent
+
+
+def test_the_schemes_of_the_command_line_are_those_of_the_table():
+    (scheme,) = (option for option in main.commands["export-inference"].params if option.name == "scheme")
+    assert [*scheme.type.choices] == [*get_args(Scheme)] == [*SCHEMES]
 
 
 def test_the_list_of_commands_cuts_none_of_them_short():

@@ -312,7 +312,7 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(journal, "PATIENCE", 0.1)
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
-    with open_journal(work.output, work.digest, work.reader.files):
+    with open_journal(work.output, work.digest, work.files):
         with pytest.raises(OutputError, match="another run"):
             execute(work)
         with pytest.raises(OutputError, match="another run"):
@@ -343,6 +343,34 @@ def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> 
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     execute(work, restart=True)
     assert (tmp_path / "out").is_dir()
+
+
+def test_a_source_that_has_changed_since_it_was_opened_is_not_read(tmp_path: Path) -> None:
+    """Its headers are known from before, and the new file may have its tensors in another order."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
+    os.utime(tmp_path / "hf" / "model.safetensors")
+    for restart in (False, True):
+        with pytest.raises(OutputError, match="changed while it was read"):
+            execute(work, restart=restart)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_rank_that_outlives_the_first_one_is_not_written_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens files by their paths, so what it planned would get into a new result at the same place."""
+    monkeypatch.setattr(journal, "PATIENCE", 0.1)
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", [], ranks=2):
+        other = open_share_journal(output, 1)
+        other.__enter__()
+    with pytest.raises(OutputError, match="another run"), open_journal(output, "another plan", [], restart=True):
+        pass
+    assert output.share_journal(1).is_file()
+    other.__exit__(None, None, None)
+    with open_journal(output, "another plan", [], restart=True):
+        assert not output.share_journal(1).exists()
 
 
 def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import HashStore
 import precisionctl.conversion.convert
 import precisionctl.conversion.worker
 from precisionctl.checkpoints.chunks import Chunked, write_rows
+from precisionctl.checkpoints.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -127,8 +128,7 @@ def test_four_ranks_that_share_files_write_the_bytes_of_one_also_if_one_of_them_
     assert tree(tmp_path / "four") == tree(tmp_path / "one")
 
 
-@pytest.mark.parametrize("target", ["hf", "megatron"])
-@pytest.mark.parametrize("shard", [SHARD, 10 * SHARD])
+@pytest.mark.parametrize("target, shard", [("hf", SHARD), ("hf", 10 * SHARD), ("megatron", MAX_SHARD_SIZE)])
 def test_all_bytes_are_dealt_to_ranks_once_each_and_evenly(
     tmp_path: Path, megatron: Path, target: Layout, shard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
         _writer(request, source, result, output),
         output,
         hashlib.sha256(str(about).encode()).hexdigest(),
+        source.files,
         tuple(result.notes),
         result.states,
         source.trained,

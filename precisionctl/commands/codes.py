@@ -35,22 +35,11 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.planning.plan import Plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import BLOCKS, FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
+from precisionctl.quant_methods.base import SCHEMES, Scheme, quant_methods
 from precisionctl.untabled_model import UntabledModel
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
 """The scheme in which an engine computes most like a recipe's scaling."""
-
-_IN_WORDS: Mapping[Scheme, str] = {
-    "static": "one scale for a weight, one for all its inputs",
-    "dynamic": "one scale for an output channel of a weight, one for a token of inputs",
-    "block": "one scale for 128 x 128 values of a weight, one for 128 of inputs",
-    "mxfp8": "a power of two for 32 values of a weight or of inputs",
-    "nvfp4": "one scale for 16 values of a weight, or of inputs, under a global one",
-    "nvfp4a16": "one scale for 16 values of a weight under a global one, inputs as they are",
-    "mxfp4": "a power of two for 32 values of a weight or of inputs",
-    "w4a16": "4-bit integers, one scale for 128 values of a weight, inputs as they are",
-}
 
 
 def for_engine(request: Request, source: Source, engine: Engine) -> Result:
@@ -65,7 +54,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     notes = [f"Scheme {scheme}: {why}."] if why else []
     form = _format(request, source, engine, scheme, why)
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
-    if scheme in FIXED_INPUTS:
+    if SCHEMES[scheme].fixed_inputs:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
     notes += known.notes  # no note on outdated state: the choice of the scheme names it
     if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
@@ -87,7 +76,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, block=BLOCKS[scheme], served=layout, method=form.method.name),
+        partial(engine.refusal, block=SCHEMES[scheme].block, served=layout, method=form.method.name),
         advice=misfits.advice,
         keep_refused=keep_misfits,
         why_no_state=known.why_none,
@@ -172,7 +161,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
         raise PrecisionError(
             f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
         )
-    if scheme not in FIXED_INPUTS and request.fp8_state and not request.kv_cache:
+    if not SCHEMES[scheme].fixed_inputs and request.fp8_state and not request.kv_cache:
         what = f"scheme {scheme} stores no input scales, so it takes no FP8 state"
         if why:
             raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
@@ -189,12 +178,14 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     """The model card of a result for an engine."""
     code, name = source.reader.companions.code, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
-    fixed, kept_inputs = form.scheme in FIXED_INPUTS, form.scheme.endswith("a16")
-    inputs = [*input_scale_notes(source.known.current, file)] if fixed else [_IN_BF16 if kept_inputs else _BY_ENGINE]
+    scheme = SCHEMES[form.scheme]
+    inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
+    if scheme.fixed_inputs:
+        inputs = list(input_scale_notes(source.known.current, file))
     facts = {
         "weights": plan.targets[plan.codes[0]].stored_dtype,
         "format": form.method.name,
-        "scheme": f"{form.scheme}: {_IN_WORDS[form.scheme]}",
+        "scheme": f"{form.scheme}: {scheme.words}",
         "input scales": " ".join(inputs),
         "KV cache": "FP8, its scales stored" if request.kv_cache else "no scales stored",
     }
@@ -202,8 +193,7 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     command = _served_as_asked(request, engine, path_in_command(name))
     kept = modules_in_bf16(source.plan, set(plan.codes))
-    bits = FOUR_BITS.get(form.scheme, "FP8")
-    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, bits)
+    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
 
 
 def _served_as_asked(request: Request, engine: Engine, path: object) -> str:

@@ -13,7 +13,7 @@ from precisionctl.export.encode import WeightFormat, fp8_jobs
 from precisionctl.export.schemes import schemes_of
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import BLOCKS, FOUR_BITS, Scheme, quant_methods
+from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Misfits:
     def _fits(self, scheme: Scheme) -> bool:
         form = replace(self.form, method=quant_methods()[self.engine.spells[scheme]], scheme=scheme)
         names, method = [name for job in self.jobs for name in job.weights], form.method.name
-        refusal = partial(self.engine.refusal, block=BLOCKS[scheme], served=self.layout, method=method)
+        refusal = partial(self.engine.refusal, block=SCHEMES[scheme].block, served=self.layout, method=method)
         return not (
             self.engine.check_experts(names, method, scheme)
             or any(refusal(name, self.plan.targets[name]) for name in names)

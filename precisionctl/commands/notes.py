@@ -16,7 +16,6 @@ from precisionctl.export.input_scales import unreached_experts, why_too_small
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.four_bit_loss import GAUSSIAN_DB
-from precisionctl.fp8.four_bit_loss import NAMES as FOUR_BIT_NAMES
 from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.param import Parallelism
 from precisionctl.planning.plan import Job, Plan
@@ -180,7 +179,7 @@ def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Pl
     name = FOUR_BITS.get(request.scheme or "")
     rounded = [weight for weight in plan.codes if encodings is None or weight not in encodings.weights]
     if name and rounded:
-        usual = next(GAUSSIAN_DB[scheme] for scheme, title in FOUR_BIT_NAMES.items() if title == name)
+        usual = next(GAUSSIAN_DB[scheme] for scheme in GAUSSIAN_DB if FOUR_BITS[scheme] == name)
         yield (
             f"{counted(len(rounded), 'weight is', 'weights are')} rounded to {name}: Gaussian ones keep {usual} dB of "
             f"signal over rounding (FP8 keeps 31), those with outliers less. "

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import TE, TORCHTITAN, Request
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
+from precisionctl.conversion.journal import Fingerprints, fingerprints
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
@@ -40,12 +41,13 @@ from precisionctl.untabled_model import UntabledModel
 class Source:
     """An open checkpoint, and the `plan` of the result in high precision.
 
-    `encodings` is how its weights are encoded, or once were. `known` is its FP8 state, from training or
-    `calibrate`. `trained` is the reader if its optimizer is converted, too. `engine` is the one whose form weights get
-    as codes; None for values, and for the codes that they had before.
+    `files` are its files as they were when it was opened. `encodings` is how its weights are encoded, or once were.
+    `known` is its FP8 state, from training or `calibrate`. `trained` is the reader if its optimizer is converted, too.
+    `engine` is the one whose form weights get as codes; None for values, and for the codes that they had before.
     """
 
     reader: Reader
+    files: Fingerprints
     plan: Plan
     encodings: WeightEncodings | None
     known: KnownState
@@ -96,6 +98,7 @@ def open_source(request: Request) -> Source:
         request.grouped_columns,
         trusted=request.trust_reference,
     )
+    files = fingerprints(reader.files)
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and request.says_which_codes and method and method.own_names:
@@ -136,7 +139,7 @@ def open_source(request: Request) -> Source:
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
-    return Source(reader, plan, encodings, known, trained, engine)
+    return Source(reader, files, plan, encodings, known, trained, engine)
 
 
 def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:

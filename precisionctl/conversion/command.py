@@ -19,7 +19,14 @@ from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.conversion.convert import OnBytes, check, run
 from precisionctl.conversion.edges import changed_notes
 from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
-from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal, was_finished
+from precisionctl.conversion.journal import (
+    Fingerprints,
+    Journal,
+    fingerprints,
+    open_journal,
+    open_share_journal,
+    was_finished,
+)
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.weights_digest import digest_weights
@@ -40,8 +47,9 @@ MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
 class PlannedCommand:
     """A command that has been checked as far as possible without writing anything.
 
-    `digest` identifies the command: only the same one may continue a partial result. `notes` are planning's notes for
-    the user. `states` is the FP8 state of the result, or a function that makes it when all weights have been read.
+    `digest` identifies the command: only the same one may continue a partial result. `files` are the source's as they
+    were when it was opened: in one that has changed since, tensors may have other places. `notes` are planning's notes
+    for the user. `states` is the FP8 state of the result, or a function that makes it when all weights have been read.
     `trained` is the reader if its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in
     FP8: it is stored beside values, or used to make codes. `weights_digest` is that of the source's weights, taken if
     it has FP8 state.
@@ -52,6 +60,7 @@ class PlannedCommand:
     writer: Writer
     output: Output
     digest: str
+    files: Fingerprints
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
     trained: MegatronReader | TrainedReader | None = None
@@ -94,14 +103,14 @@ def execute(
     DiskProblem, and what reading and encoding raise.
     """
     if ranks.first:  # the first rank looks, and tells the others
-        finished = was_finished(command.output, command.digest, command.reader.files, ranks=ranks.count)
+        finished = was_finished(command.output, command.digest, command.files, ranks=ranks.count)
         ranks.publish("finished", str(finished))
     else:
         finished = ranks.receive("finished") == "True"
     if finished:
         return None
+    _check_source(command)
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
-        before = fingerprints(command.reader.files)
         masters_note = ""
         if ranks.first and isinstance(command.trained, TorchDistReader) and command.trained.in_buckets:
             masters_note = prove_masters(command.trained)
@@ -119,15 +128,20 @@ def execute(
         for others in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
             found |= Findings.from_json(others)
         checksums = _read_back(command, workers, ranks, on_bytes) if verify else {}
-        if fingerprints(command.reader.files) != before:
-            raise OutputError(
-                "the source changed while it was read",
-                where=command.reader.path or "",
-                do="Wait until nothing writes to it, and run the same command with --restart.",
-            )
+        _check_source(command)
         if ranks.first:
             found.notes += [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
     return found
+
+
+def _check_source(command: PlannedCommand) -> None:
+    """Raise OutputError if the source is no longer what was planned from."""
+    if fingerprints(command.reader.files) != command.files:
+        raise OutputError(
+            "the source changed while it was read",
+            where=command.reader.path or "",
+            do="Wait until nothing writes to it, and run the same command with --restart.",
+        )
 
 
 def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:
@@ -166,8 +180,7 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
             yield journal
         return
     check_room(command)  # first, so that a refusal leaves nothing, and with `restart` takes nothing away
-    files = command.reader.files
-    with open_journal(command.output, command.digest, files, ranks=ranks.count, restart=restart) as journal:
+    with open_journal(command.output, command.digest, command.files, ranks=ranks.count, restart=restart) as journal:
         ranks.publish("begun", about)
         yield journal
 

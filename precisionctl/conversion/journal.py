@@ -21,6 +21,9 @@ from precisionctl.conversion.findings import Findings
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.sizes import counted, size
 
+Fingerprints = list[list[object]]
+"""What `fingerprints` gives."""
+
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
 
@@ -90,16 +93,16 @@ def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
 
 @contextmanager
 def open_journal(
-    output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1, restart: bool = False
+    output: Output, digest: str, source: Fingerprints, *, ranks: int = 1, restart: bool = False
 ) -> Iterator[Journal]:
     """The locked journal of an output, with a partial directory that belongs to it. Both are created anew for a
     `restart`, and if there is nothing to continue.
 
-    `digest` identifies the conversion, `files` (their sizes and times) the source. The number of `ranks` must also be
+    `digest` identifies the conversion, `source` the files that it was planned from. The number of `ranks` must also be
     the same, as it decides who writes what. Raises OutputError if journal or directory belong to something else,
     or another run is writing.
     """
-    header = _header(digest, ranks, files)
+    header = _header(digest, ranks, source)
     output.check_free()
     output.check_links()
     output.path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,7 @@ def open_journal(
         yield journal
 
 
-def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: int) -> bool:
+def was_finished(output: Output, digest: str, source: Fingerprints, *, ranks: int) -> bool:
     """Whether the destination is the complete result of this same conversion, killed after the rename and before its
     journal was removed; if so, the journal is removed now.
 
@@ -126,15 +129,15 @@ def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: i
     if os.path.lexists(output.journal) and not os.path.lexists(output.partial):
         with _locked(output, output.journal) as (_, text):
             lines, _ = _whole_lines(text)
-            if _is_of(lines, _header(digest, ranks, files)) and lines[-1].get("whole"):
+            if _is_of(lines, _header(digest, ranks, source)) and lines[-1].get("whole"):
                 output.journal.unlink(missing_ok=True)
                 return True
     output.check_free()
     return False
 
 
-def _header(digest: str, ranks: int, files: Iterable[Path]) -> dict[str, object]:
-    return {"plan": digest, "ranks": ranks, "source": fingerprints(files)}
+def _header(digest: str, ranks: int, source: Fingerprints) -> dict[str, object]:
+    return {"plan": digest, "ranks": ranks, "source": source}
 
 
 def _is_of(lines: list[dict[str, Any]], header: Mapping[str, object]) -> bool:
@@ -168,7 +171,13 @@ def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: 
 
 def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> None:
     """Begin anew. The header contains the directory's token, so that a journal is only used with the directory that it
-    was begun with."""
+    was begun with.
+
+    Raises OutputError if a rank of an earlier run has outlived its first one: it still writes what that run planned.
+    """
+    for share in output.partial.glob(f"{output.token.name}.*"):
+        with _locked(output, share):
+            pass
     output.begin()
     journal.file.truncate(0)
     identity = uuid.uuid4().hex
@@ -184,7 +193,7 @@ def _token(output: Output) -> bytes | None:
         return file.read(1 << 10)
 
 
-def fingerprints(files: Iterable[Path]) -> list[list[object]]:
+def fingerprints(files: Iterable[Path]) -> Fingerprints:
     """Name, size and modification time of each file, which show whether a source has changed."""
     return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
 

@@ -18,7 +18,16 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+from precisionctl.quant_methods.base import (
+    FOUR_BITS,
+    POWERS_OF_2,
+    SCHEMES,
+    TENSOR,
+    QuantMethod,
+    Scales,
+    Scheme,
+    Spelling,
+)
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 from precisionctl.untabled_model import UntabledModel
@@ -165,7 +174,7 @@ class InScheme:
     kept: KeptList | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        if self.format.scheme not in _SHARED:
+        if not SCHEMES[self.format.scheme].shared:
             return {job.name: self._encode(job, plan) for job in self.jobs}
         # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
         encodes = {}
@@ -212,9 +221,6 @@ class InScheme:
         return self.format.spelling.files(quantization)
 
 
-_SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
-"""Schemes with one scale, or one global scale, for all of a weight."""
-
 Refusal = Callable[[str, TensorSpec], str | None]
 """A function from a weight's name and spec to why an engine does not take it as codes; None if it does."""
 
@@ -257,17 +263,17 @@ def in_scheme(
         raise PrecisionError(f"{weights} that the engine refuses, {which}: {why}", do=advice(jobs))
     if not jobs:
         raise PrecisionError(
-            f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
+            f"no weight is left that could be {SCHEMES[form.scheme].codes}"
             + (f": the engine takes none of {len(misfits)} for their shapes" if misfits else ""),
             do="Another scheme of `export-inference` (--scheme) has other blocks; --include takes more linears."
             if misfits
             else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = None
-    if form.scheme in FIXED_INPUTS:
+    if SCHEMES[form.scheme].fixed_inputs:
         inputs = input_amaxes(states, jobs, why_no_state, tabled=not isinstance(plan.model, UntabledModel))
     for job in jobs:
-        if form.scheme != "static" and not job.row.is_row_permutation(plan.model):
+        if SCHEMES[form.scheme].block != TENSOR and not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",

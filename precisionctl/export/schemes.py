@@ -8,7 +8,7 @@ from precisionctl.export.input_scales import input_amaxes, why_too_small
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import BLOCKS, CODES, FOUR_BITS, Scheme, sized
+from precisionctl.quant_methods.base import CODES, FOUR_BITS, SCHEMES, TENSOR, Scheme, sized
 from precisionctl.untabled_model import UntabledModel
 
 
@@ -21,7 +21,7 @@ def schemes_of(engine: Engine, plan: Plan, precision: Precision) -> list[Scheme]
         scheme
         for scheme, method in engine.spells.items()
         if scheme not in FOUR_BITS
-        and (scheme == "static" or moved)
+        and (SCHEMES[scheme].block == TENSOR or moved)
         and not engine.check_experts(names, method, scheme)
         and not engine.check_blocks(plan.model.architecture, scheme, ())
     ]
@@ -76,7 +76,7 @@ def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
     """Whether all weights are encoded as a scheme would encode them."""
     return all(
         weight.dtype == CODES
-        and encodings.scales[name].block == sized(BLOCKS[scheme], weight)
-        and (encodings.scales[name].input is not None) == (scheme == "static")
+        and encodings.scales[name].block == sized(SCHEMES[scheme].block, weight)
+        and (encodings.scales[name].input is not None) == SCHEMES[scheme].fixed_inputs
         for name, weight in encodings.weights.items()
     )

@@ -21,8 +21,6 @@ FORMATS: Mapping[FourBitScheme, tuple[NibbleFormat, int]] = {
 }
 """What a code is, and how many inputs share a scale."""
 
-NAMES: Mapping[FourBitScheme, str] = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "w4a16": "INT4"}
-
 GAUSSIAN_DB: Mapping[FourBitScheme, float] = {"nvfp4": 21.2, "mxfp4": 19.0, "w4a16": 19.8}
 GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098, "w4a16": 0.134}
 """SQNR of Gaussian weights, and the share of them that become zero: what the steps cost by themselves."""

@@ -25,21 +25,6 @@ from precisionctl.param import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
-"""`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
-and one for each token that the engine makes while it runs. `block`: a scale for 128 x 128 values of a weight, and one
-for 128 of a token that the engine makes. `mxfp8`: a power of two for 32 values of a row, of either.
-
-Four bits: `nvfp4`: a scale for 16 values of a row, of either, under a global one, which is fixed for inputs.
-`nvfp4a16`: the same for weights alone. `mxfp4`: as `mxfp8`. `w4a16`: integers, a scale for 128 values of a row."""
-
-FOUR_BITS: Mapping[str, str] = {"nvfp4": "NVFP4", "nvfp4a16": "NVFP4", "mxfp4": "MXFP4", "w4a16": "INT4"}
-"""The name of the format (`CodeFormat.name`) that weights have in schemes of four bits. What is stored of inputs or not
-is no part of it, so a directory of such a format is known by its name alone."""
-
-FIXED_INPUTS: tuple[Scheme, ...] = ("static", "nvfp4")
-"""Schemes with a fixed scale for the inputs of each weight."""
-
 CODES = DType.float8_e4m3fn
 """The dtype of FP8 weights in exports. Every engine reads it, and none reads E5M2 weights."""
 
@@ -56,17 +41,59 @@ SQUARE = (128, 128)
 POWERS_OF_2: Mapping[str, str] = {"scale_fmt": "ue8m0"}
 """How `quant_method: fp8` says that the scales of its blocks are powers of two, and that those of inputs are to be."""
 
-BLOCKS: Mapping[Scheme, Block] = {
-    "static": TENSOR,
-    "dynamic": CHANNEL,
-    "block": SQUARE,
-    "mxfp8": (1, 32),
-    "nvfp4": (1, NVFP4_GROUP),
-    "nvfp4a16": (1, NVFP4_GROUP),
-    "mxfp4": (1, MXFP4_GROUP),
-    "w4a16": (1, INT4_GROUP),
+Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
+"""A scheme by its name, as `--scheme` has it."""
+
+
+@dataclass(frozen=True)
+class SchemeRow:
+    """What an export in a scheme stores: a row of SCHEMES.
+
+    `words` say it in a model card. `block` says how many rows and columns of a weight share a scale. `codes` is the
+    name of the weights' format (`CodeFormat.name`). `shared`: all of a weight has one scale, or one global scale.
+    `coded_inputs`: the engine makes codes of inputs too, by scales that it finds while it runs, unless these are stored
+    (`fixed_inputs`).
+    """
+
+    words: str
+    block: Block
+    codes: str = "FP8"
+    shared: bool = False
+    fixed_inputs: bool = False
+    coded_inputs: bool = True
+
+
+SCHEMES: Mapping[Scheme, SchemeRow] = {
+    "static": SchemeRow("one scale for a weight, one for all its inputs", TENSOR, shared=True, fixed_inputs=True),
+    "dynamic": SchemeRow("one scale for an output channel of a weight, one for a token of inputs", CHANNEL),
+    "block": SchemeRow("one scale for 128 x 128 values of a weight, one for 128 of inputs", SQUARE),
+    "mxfp8": SchemeRow("a power of two for 32 values of a weight or of inputs", (1, 32)),
+    "nvfp4": SchemeRow(
+        "one scale for 16 values of a weight, or of inputs, under a global one",
+        (1, NVFP4_GROUP),
+        "NVFP4",
+        shared=True,
+        fixed_inputs=True,
+    ),
+    "nvfp4a16": SchemeRow(
+        "one scale for 16 values of a weight under a global one, inputs as they are",
+        (1, NVFP4_GROUP),
+        "NVFP4",
+        shared=True,
+        coded_inputs=False,
+    ),
+    "mxfp4": SchemeRow("a power of two for 32 values of a weight or of inputs", (1, MXFP4_GROUP), "MXFP4"),
+    "w4a16": SchemeRow(
+        "4-bit integers, one scale for 128 values of a weight, inputs as they are",
+        (1, INT4_GROUP),
+        "INT4",
+        coded_inputs=False,
+    ),
 }
-"""How many rows and columns of a weight share a scale, by scheme."""
+
+FOUR_BITS: Mapping[str, str] = {name: scheme.codes for name, scheme in SCHEMES.items() if scheme.codes != "FP8"}
+"""The `codes` of schemes of four bits. What is stored of inputs is no part of such a name, so a directory of such a
+format is known by its name alone."""
 
 
 FLOATS = (DType.float32, DType.bfloat16, DType.float16)
@@ -154,9 +181,9 @@ class Quantization:
     @property
     def scheme(self) -> str:
         """The name of the Scheme, or a description if it is none of them."""
-        for scheme, block in BLOCKS.items():
-            if scheme not in FOUR_BITS and (self.blocks, self.static) == ((block,), scheme == "static"):
-                return scheme
+        for name, scheme in SCHEMES.items():
+            if scheme.codes == "FP8" and (self.blocks, self.static) == ((scheme.block,), scheme.fixed_inputs):
+                return name
         if not self.blocks:
             return " or ".join(dict.fromkeys(form.name for form in self.formats))
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
@@ -326,8 +353,8 @@ class QuantMethod:
         """The names of a weight's scale tensors in an export, and the size of its blocks."""
         form = self.spelling.four_bits.get(scheme) if self.spelling else None
         name, kind = sibling(weight, self.weight_scales[0]), form.input if form else self.input_scales[0]
-        given = sibling(weight, kind) if kind and scheme in FIXED_INPUTS else None
-        found = Scales(name, given, sized(BLOCKS[scheme], spec))
+        given = sibling(weight, kind) if kind and SCHEMES[scheme].fixed_inputs else None
+        found = Scales(name, given, sized(SCHEMES[scheme].block, spec))
         if form is None:
             return found
         whole, shape = (sibling(weight, kind) if kind else None for kind in (form.global_scale, form.shape))

@@ -6,18 +6,17 @@ older readers refuse keys that they do not know.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, Element, Packing
 from precisionctl.quant_methods.base import (
-    BLOCKS,
     CHANNEL,
     EXPONENTS,
     FLOATS,
-    FOUR_BITS,
+    SCHEMES,
     TENSOR,
     Block,
     CacheSpelling,
@@ -48,58 +47,52 @@ _INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, DType.int32, "_packed"), FLOAT
 _INT8 = CodeFormat(CHANNEL, Packing("INT8", INT8, DType.int8), FLOATS)
 _INT8_PACKED = CodeFormat(CHANNEL, Packing("INT8", INT8_PLUS_128, DType.int32, "_packed"), FLOATS, shape="weight_shape")
 
-_FORMATS: Mapping[str, CodeFormat] = {
-    "nvfp4": _NVFP4,
-    "nvfp4a16": _NVFP4,
-    "mxfp4": _MXFP4,
-    "w4a16": replace(_INT4, block=BLOCKS["w4a16"], scales=(DType.bfloat16,)),
-}
+
+@dataclass(frozen=True)
+class _Written:
+    """How a scheme is written: the arguments of `weights` and of `inputs`, the `layout` of the codes, which is the
+    config's `format`, and in four bits what codes are (`form`)."""
+
+    weights: dict[str, Any]
+    inputs: dict[str, Any] | None
+    layout: str = "float-quantized"
+    form: CodeFormat | None = None
+
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _MX = _FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 _NV = _FP4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 _MX4 = _FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
-    "static": _FP8 | {"strategy": "tensor", "dynamic": False},
-    "dynamic": _FP8 | {"strategy": "channel", "dynamic": False},
-    "mxfp8": _MX | {"dynamic": False},
-    "nvfp4": _NV | {"dynamic": False},
-    "nvfp4a16": _NV | {"dynamic": False},
-    "mxfp4": _MX4 | {"dynamic": False},
-    "w4a16": {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": 128,
-        "dynamic": False,
-    },
-}
-_INPUTS: Mapping[Scheme, dict[str, Any]] = {
-    "static": _FP8 | {"strategy": "tensor", "dynamic": False},
-    "dynamic": _FP8 | {"strategy": "token", "dynamic": True},
-    "mxfp8": _MX | {"dynamic": True},
-    "nvfp4": _NV | {"dynamic": "local"},
-    "mxfp4": _MX4 | {"dynamic": True},
-}
-_NAMES: Mapping[Scheme, str] = {
-    "mxfp8": "mxfp8-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
-    "nvfp4a16": "nvfp4-pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "w4a16": "pack-quantized",
+_W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+_STORED, _FOUND = {"dynamic": False}, {"dynamic": True}
+_TENSOR = _FP8 | {"strategy": "tensor"} | _STORED
+
+_WRITTEN: Mapping[Scheme, _Written] = {
+    "static": _Written(_TENSOR, _TENSOR),
+    "dynamic": _Written(_FP8 | {"strategy": "channel"} | _STORED, _FP8 | {"strategy": "token"} | _FOUND),
+    "mxfp8": _Written(_MX | _STORED, _MX | _FOUND, "mxfp8-quantized"),
+    "nvfp4": _Written(_NV | _STORED, _NV | {"dynamic": "local"}, "nvfp4-pack-quantized", _NVFP4),
+    "nvfp4a16": _Written(_NV | _STORED, None, "nvfp4-pack-quantized", _NVFP4),
+    "mxfp4": _Written(_MX4 | _STORED, _MX4 | _FOUND, "mxfp4-pack-quantized", _MXFP4),
+    "w4a16": _Written(
+        _W4 | _STORED,
+        None,
+        "pack-quantized",
+        replace(_INT4, block=SCHEMES["w4a16"].block, scales=(DType.bfloat16,)),
+    ),
 }
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config`: one group, of all linears but those that are ignored."""
-    name = _NAMES.get(scheme, "float-quantized")
-    tensors = {"weights": _WEIGHTS[scheme], "input_activations": _INPUTS.get(scheme)}
-    group = {"targets": ["Linear"], **tensors, **({"format": name} if scheme in FOUR_BITS else {})}
+    written = _WRITTEN[scheme]
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": written.weights, "input_activations": written.inputs}
+    if written.form:
+        group["format"] = written.layout
     return {
         "quant_method": "compressed-tensors",
-        "format": name,
+        "format": written.layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignored),
@@ -269,12 +262,7 @@ QUANT_METHOD = QuantMethod(
             "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,
-        cache=CacheSpelling(
-            ("k_scale", "v_scale"),
-            (1,),
-            {"kv_cache_scheme": _FP8 | {"strategy": "tensor", "dynamic": False}},
-            as_bf16=False,
-        ),
-        four_bits=_FORMATS,
+        cache=CacheSpelling(("k_scale", "v_scale"), (1,), {"kv_cache_scheme": _TENSOR}, as_bf16=False),
+        four_bits={scheme: written.form for scheme, written in _WRITTEN.items() if written.form},
     ),
 )

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.quant_methods.base import (
-    BLOCKS,
     POWERS_OF_2,
+    SCHEMES,
     CacheSpelling,
     Quantization,
     QuantMethod,
@@ -26,7 +26,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": list(BLOCKS["mxfp8"]),
+        "weight_block_size": list(SCHEMES["mxfp8"].block),
         **POWERS_OF_2,
         "ignored_layers": list(ignored),
     }
@@ -34,7 +34,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
 
 def read(config: Mapping[str, Any]) -> Quantization:
     """Groups of 32, whatever `weight_block_size` is: readers go by the standard, and so do the shapes of scales."""
-    return in_fp8([BLOCKS["mxfp8"]], False)
+    return in_fp8([SCHEMES["mxfp8"].block], False)
 
 
 QUANT_METHOD = QuantMethod(

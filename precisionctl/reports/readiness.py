@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from precisionctl.fp8.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS
-from precisionctl.fp8.four_bit_loss import NAMES as FOUR_BIT_NAMES
 from precisionctl.fp8.state import IN_USE
 from precisionctl.fp8.statistics import NAMES, SCALINGS
+from precisionctl.quant_methods.base import FOUR_BITS
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.patterns import split_name
@@ -116,7 +116,7 @@ def four_bit_tables(readiness: Readiness) -> list[Table]:
         ]
         rows.append((kind, *cells))
     gaussian = [_lost([(GAUSSIAN_DB[scheme], GAUSSIAN_ZEROS[scheme])]) for scheme in FORMATS]
-    columns = ("lowest SQNR, most zeros", "128-block FP8", *(FOUR_BIT_NAMES[scheme] for scheme in FORMATS))
+    columns = ("lowest SQNR, most zeros", "128-block FP8", *(FOUR_BITS[scheme] for scheme in FORMATS))
     return [Table("Weights in four bits", columns, [*rows, ("(Gaussian weights)", "-", *gaussian)])]
 
 
@@ -205,7 +205,7 @@ def left_out_of_four_bits(readiness: Readiness) -> list[tuple[str, str]]:
     """The same for exports in four bits, by scheme."""
     left_out = readiness.four_bits.left_out if readiness.four_bits else {}
     return [
-        (FOUR_BIT_NAMES[scheme], f"keep_bf16 = {json.dumps(list(patterns))}")
+        (FOUR_BITS[scheme], f"keep_bf16 = {json.dumps(list(patterns))}")
         for scheme, patterns in left_out.items()
         if patterns
     ]
