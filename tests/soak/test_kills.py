@@ -13,7 +13,6 @@ import pico
 import pytest
 import torch
 from conversions import tree
-from forked import free_port
 
 KILLS = 20
 
@@ -33,17 +32,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-def start(top: Path, name: str, command: str, *more: str, **variables: str) -> subprocess.Popen[bytes]:
+def start(top: Path, name: str, command: str) -> subprocess.Popen[bytes]:
     source, options = COMMANDS[command]
-    arguments = [sys.executable, "-m", "precisionctl", "convert", str(top / source), str(top / name), *options, *more]
-    return subprocess.Popen(
-        arguments, stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **variables}
-    )
-
-
-def start_ranks(count: int, top: Path, name: str, command: str, *more: str) -> list[subprocess.Popen[bytes]]:
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    return [start(top, name, command, *more, RANK=str(rank), **where) for rank in range(count)]
+    arguments = [sys.executable, "-m", "precisionctl", "convert", str(top / source), str(top / name), *options]
+    return subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def writing_since(destination: Path) -> float:
@@ -76,34 +68,3 @@ def test_a_kill_at_any_moment_is_gone_on_from(sources: Path, command: str) -> No
         shutil.rmtree(sources / "killed")
     shutil.rmtree(sources / "undisturbed")
     assert hit >= KILLS // 2, "the kills came too late to show anything"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_lost_between_kills_is_written_again(sources: Path, command: str, ranks: int) -> None:
-    """Files are removed or cut, as by a crash or a purge of old files, and `--restart` is killed, too."""
-    began = time.monotonic()
-    assert [run.wait() for run in start_ranks(ranks, sources, "undisturbed", command)] == [0] * ranks
-    whole, seed = time.monotonic() - began, int(os.environ.get("SOAK_SEED", random.randrange(1000)))
-    print(f"SOAK_SEED={seed}")
-    chance, undisturbed, lost = random.Random(seed), tree(sources / "undisturbed"), 0
-    for _ in range(KILLS // 2):
-        for _ in range(chance.randint(1, 4)):
-            restart = ["--restart"] if chance.random() < 0.25 else []
-            runs = start_ranks(ranks, sources, "lossy", command, *restart)
-            time.sleep(whole * chance.uniform(0.4, 1))
-            for run in chance.sample(runs, ranks):
-                os.killpg(run.pid, signal.SIGKILL)
-                run.wait()
-            files = sorted(file for file in (sources / "lossy.partial").rglob("*") if file.is_file())
-            if files and chance.random() < 0.7:
-                lost += 1
-                file = chance.choice(files)
-                os.truncate(file, chance.randint(0, file.stat().st_size)) if chance.random() < 0.5 else file.unlink()
-        if not (sources / "lossy").exists():
-            assert [run.wait() for run in start_ranks(ranks, sources, "lossy", command)] == [0] * ranks
-        assert tree(sources / "lossy") == undisturbed
-        (sources / "lossy.journal").unlink(missing_ok=True)  # of a run that was killed after the rename
-        shutil.rmtree(sources / "lossy")
-    shutil.rmtree(sources / "undisturbed")
-    assert lost >= KILLS // 4, "the kills came too early or too late to show anything"
