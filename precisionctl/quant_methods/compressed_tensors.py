@@ -32,6 +32,11 @@ from precisionctl.quant_methods.base import (
     together,
 )
 
+GROUPS_AND_BLOCKS = tuple(
+    f"{part} weights and {inputs}" for part in ("group", "block") for inputs in ("static", "dynamic")
+)
+"""Schemes of groups other than MXFP8's and of blocks other than 128 x 128, or of these with fixed scales of inputs."""
+
 OLDER_KEY = "compression_config"
 """What compressed-tensors called its `quantization_config` in 2024."""
 
@@ -267,6 +272,7 @@ QUANT_METHOD = QuantMethod(
             "per-channel weights and static": lambda rows, columns: (rows, 1),
             "per-tensor weights and dynamic": lambda rows, columns: (1,),
             "mxfp8": lambda rows, columns: (rows, columns),
+            **dict.fromkeys(GROUPS_AND_BLOCKS, lambda rows, columns: (rows, columns)),
         },
         config=config,
         cache=CacheSpelling(
