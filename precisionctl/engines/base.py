@@ -196,9 +196,11 @@ class Engine:
             by_kind.setdefault(kind, []).append(name)
         if unread := [kind for kind in by_kind if kind not in self.reads.get(method.name, ())]:
             forms = (coded[name] for name in by_kind[unread[0]])
-            words = next((form_in_words(each.form, each.scales.input is not None) for each in forms), unread[0])
+            what = next(
+                (form_in_words(each.form, each.scales.input is not None) for each in forms), _in_words(unread[0])
+            )
             rule = self._loads(method.name, self.reads) if method.name in self.reads else self.quantisation
-            return [Finding("config.json", f"{method.name} with {words}", rule)]
+            return [Finding("config.json", f"{method.name} with {what}", rule)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
         )

@@ -61,8 +61,8 @@ class BlocksAlone:
 
 @dataclass(frozen=True)
 class ExpertsAsValues:
-    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`: their
-    config.json lacks a key."""
+    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`, as
+    their config.json lacks a key."""
 
     models: Sequence[str]
     lacking: str
