@@ -555,6 +555,16 @@ def test_what_no_scheme_of_an_engine_takes_is_said_of_this_directory_with_the_ne
     assert finding.what == "compressed-tensors with FP8 weights, a scale for each block of 64 x 128, inputs in FP8"
 
 
+@pytest.mark.parametrize("model_type", ["nemotron_h", "lfm2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("method, scheme", [("fp8", "block"), ("mxfp8", "mxfp8")])
+def test_experts_of_models_whose_activation_transformers_does_not_find_are_no_codes(method, scheme, model_type):
+    made = Made(method, scheme, experts=True)
+    for config in ({"model_type": model_type}, {"model_type": "wrapper", "text_config": {"model_type": model_type}}):
+        config |= {"quantization_config": made.quantization}
+        found = ENGINES["transformers"].check(config, made.specs, lambda name: torch.ones(1))
+        assert ["without hidden_act" in finding.what for finding in found] == [True] * (model_type != "qwen3_moe")
+
+
 RAGGED = {  # a linear and its rows and columns, by how many GPUs; who refuses it
     "moe_intermediate_size 320 on 8": ("mlp.experts.0.gate_proj", (320, 256), 8, EVERYONE),
     "576 rows": ("self_attn.kv_a_proj_with_mqa", (576, 256), 1, {"transformers"}),
