@@ -254,6 +254,11 @@ CASES = {
     "C, blocks in compressed-tensors": (lambda: ct("block"), set(), set()),
     "C, of experts": (lambda: ct("block", experts=True), {"sglang", "tensorrt-llm", "transformers"}, set()),
     "C, groups": (lambda: of_parts(**GROUPS), EVERYONE - {"transformers"}, set()),
+    "C, groups of 32 under floats, which is no MXFP8": (
+        lambda: of_parts(strategy="group", group_size=32),
+        EVERYONE - {"transformers"},
+        set(),
+    ),
     "C, groups, inputs by fixed scales": (lambda: of_parts(**GROUPS, inputs=FIXED), EVERYONE - {"transformers"}, set()),
     "C, groups of experts": (lambda: of_parts(**GROUPS, experts=True), EVERYONE, set()),
     "C, blocks of other sizes": (

@@ -19,6 +19,7 @@ from precisionctl.verify.engine_rules import check
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PARTS = {
     "groups": ({"strategy": "group", "group_size": 16}, (1, 16)),
+    "groups as large as MXFP8's": ({"strategy": "group", "group_size": 32}, (1, 32)),
     "blocks": ({"strategy": "block", "block_structure": [16, 32]}, (16, 32)),
     "blocks that end outside of the weights": ({"strategy": "block", "block_structure": [40, 24]}, (40, 24)),
 }

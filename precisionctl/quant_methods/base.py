@@ -155,8 +155,13 @@ class Quantization:
     @property
     def scheme(self) -> str:
         """The name of the Scheme, or a description if it is none of them."""
+        floats = any(form.scales == FLOATS for form in self.formats)
         for scheme, block in BLOCKS.items():
-            if scheme not in FOUR_BITS and (self.blocks, self.static) == ((block,), scheme == "static"):
+            if (
+                scheme not in FOUR_BITS
+                and not (scheme == "mxfp8" and floats)
+                and (self.blocks, self.static) == ((block,), scheme == "static")
+            ):
                 return scheme
         if not self.blocks:
             return " or ".join(dict.fromkeys(form.name for form in self.formats))
@@ -169,14 +174,14 @@ class Quantization:
         one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
-                return in_fp8((block,), self.static)
+                return replace(self, formats=tuple(form for form in self.formats if form.block == block))
         return self
 
 
 def kind_of(form: CodeFormat, fixed: bool | None) -> str:
     """What codes in a format are: a scheme of FP8, by whether inputs have `fixed` scales, or the name of packed
     codes."""
-    return form.packing.name if form.packing else in_fp8([form.block], fixed).scheme
+    return form.packing.name if form.packing else Quantization((form,), fixed).scheme
 
 
 def form_in_words(form: CodeFormat, fixed: bool | None) -> str:

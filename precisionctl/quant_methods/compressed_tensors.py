@@ -132,10 +132,10 @@ def read(config: Mapping[str, Any]) -> Quantization:
 def _group(group: object, layout: object) -> Quantization:
     """`layout` is the config's `format`, for groups that have none of their own."""
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
+    own = group.get("format") if isinstance(group, Mapping) else None
     if weights is not None and weights.get("num_bits") == 4:
         return Quantization((_four_bits(weights, inputs),), None)
     if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
-        own = group.get("format") if isinstance(group, Mapping) else None
         return _int8(weights, inputs, own or layout)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are neither of 4 bits nor of 8")
@@ -151,7 +151,10 @@ def _group(group: object, layout: object) -> Quantization:
     else:
         raise _unread(f"strategy {shown(strategy)}")
     static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
-    return in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
+    found = in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
+    if block == BLOCKS["mxfp8"] and (own or layout) in ("float-quantized", "naive-quantized"):  # MXFP8's has its name
+        return replace(found, formats=tuple(replace(form, scales=FLOATS) for form in found.formats))
+    return found
 
 
 def _inputs(inputs: Mapping[str, Any] | None, known: Sequence[Element]) -> InputFormat | None:
