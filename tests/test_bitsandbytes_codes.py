@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from bitsandbytes_directories import quant_state
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,8 +21,10 @@ from precisionctl.checkpoints.decoded.methods import METHODS
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.engines.base import engines
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, PrecisionError
 from precisionctl.evaluate import evaluate
 from precisionctl.param import Parallelism
@@ -312,6 +315,17 @@ def test_an_adapter_is_merged_with_the_decoded_values_of_its_base(tmp_path: Path
     assert merged.keys() == of_values.keys()
     assert all(torch.equal(tensor, of_values[name]) for name, tensor in merged.items())
     assert not torch.equal(merged[f"{UP}.weight"], load_file(tmp_path / "bf16" / "model.safetensors")[f"{UP}.weight"])
+
+
+@pytest.mark.parametrize("target", sorted(engines()))
+def test_that_an_engine_has_no_rules_for_them_is_no_verdict(tmp_path: Path, target: str) -> None:
+    """But an answer of its own, to people and programs, with the exit code of what cannot be asked."""
+    bitsandbytes_directories.make(tmp_path / "nf4", "nf4-nested")
+    asked = CliRunner().invoke(main, ["verify", str(tmp_path / "nf4"), "--target", target, "--json"])
+    error = json.loads(asked.stdout)["error"]
+    assert asked.exit_code == 2 and error["kind"] == "RecipeError"
+    assert f"no rules of {engines()[target].title} for codes of bitsandbytes" in error["what"]
+    assert "`convert --to hf`" in error["do"]
 
 
 def test_each_method_of_codes_that_are_values_has_a_reader() -> None:

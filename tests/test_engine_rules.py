@@ -104,6 +104,24 @@ def of_blocks(ignored):
     return found | {"config_groups": {"group_0": group}}
 
 
+def of_parts(*, inputs=None, experts=False, **weights):
+    """compressed-tensors' codes with a scale for each group of 64 or block, as weights alone or with FP8 inputs."""
+    made = ct(experts=experts)
+    high, wide = weights.get("block_structure", (1, weights.get("group_size")))
+    for name in [name for name, spec in made.specs.items() if spec.dtype == CODES]:
+        rows, columns = made.specs[name].shape
+        made.having(name.replace(".weight", ".weight_scale"), (-(-rows // high), -(-columns // wide)))
+        if inputs is None or inputs["dynamic"]:
+            del made.specs[name.replace(".weight", ".input_scale")]
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, **weights}
+    made.quantization["config_groups"]["group_0"] |= {"weights": weights, "input_activations": inputs}
+    return made
+
+
+GROUPS = {"strategy": "group", "group_size": 64}
+FIXED = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+BY_GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+
 ONLY_READ = {
     ("compressed-tensors", "block"): of_blocks,
     ("modelopt", "block"): lambda ignored: {
@@ -235,6 +253,25 @@ CASES = {
     "B, dynamic compressed-tensors": (lambda: ct("dynamic"), set(), set()),
     "C, blocks in compressed-tensors": (lambda: ct("block"), set(), set()),
     "C, of experts": (lambda: ct("block", experts=True), {"sglang", "tensorrt-llm", "transformers"}, set()),
+    "C, groups": (lambda: of_parts(**GROUPS), EVERYONE - {"transformers"}, set()),
+    "C, groups of 32 under floats, which is no MXFP8": (
+        lambda: of_parts(strategy="group", group_size=32),
+        EVERYONE - {"transformers"},
+        set(),
+    ),
+    "C, groups, inputs by fixed scales": (lambda: of_parts(**GROUPS, inputs=FIXED), EVERYONE - {"transformers"}, set()),
+    "C, groups of experts": (lambda: of_parts(**GROUPS, experts=True), EVERYONE, set()),
+    "C, blocks of other sizes": (
+        lambda: of_parts(strategy="block", block_structure=[64, 128], inputs=BY_GROUP),
+        EVERYONE - {"transformers"},
+        set(),
+    ),
+    "C, blocks that end outside of the weights": (
+        lambda: of_parts(strategy="block", block_structure=[96, 160]),
+        EVERYONE - {"transformers"},
+        set(),
+    ),
+    "C, groups that end outside of the weights": (lambda: of_parts(strategy="group", group_size=96), EVERYONE, set()),
     "D, DeepSeek's blocks": (lambda: Made("fp8", "block"), set(), set()),
     "E, per tensor under vLLM's names": (of_vllm, {"tensorrt-llm", "transformers"}, set()),
     "F, per tensor under transformers' names": (lambda: Made("fp8", "static"), EVERYONE - {"transformers"}, set()),
@@ -511,6 +548,26 @@ def test_what_an_engine_does_not_take_is_found_and_nothing_else(case):
     costs = {name for name, list_ in found.items() if any(not each.rule.fatal for each in list_)}
     assert costs - refusing == paying - refusing, found
     assert all(each.rule.source and each.rule.text for list_ in found.values() for each in list_)
+
+
+def test_what_no_scheme_of_an_engine_takes_is_said_of_this_directory_with_the_next_step():
+    (finding,) = of_parts(**GROUPS).check("vllm")
+    assert (
+        finding.what == "compressed-tensors with FP8 weights, a scale for each group of 64 inputs, inputs as they are"
+    )
+    assert "of compressed-tensors it loads NVFP4, " in finding.rule.text and "`convert --to hf`" in finding.rule.text
+    (finding,) = of_parts(strategy="block", block_structure=[64, 128], inputs=BY_GROUP).check("sglang")
+    assert finding.what == "compressed-tensors with FP8 weights, a scale for each block of 64 x 128, inputs in FP8"
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "lfm2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("method, scheme", [("fp8", "block"), ("mxfp8", "mxfp8")])
+def test_experts_of_models_whose_activation_transformers_does_not_find_are_no_codes(method, scheme, model_type):
+    made = Made(method, scheme, experts=True)
+    for config in ({"model_type": model_type}, {"model_type": "wrapper", "text_config": {"model_type": model_type}}):
+        config |= {"quantization_config": made.quantization}
+        found = ENGINES["transformers"].check(config, made.specs, lambda name: torch.ones(1))
+        assert ["without hidden_act" in finding.what for finding in found] == [True] * (model_type != "qwen3_moe")
 
 
 RAGGED = {  # a linear and its rows and columns, by how many GPUs; who refuses it

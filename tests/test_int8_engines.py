@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engines
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import RecipeError
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
@@ -60,7 +60,7 @@ def test_the_rules_of_engines_say_what_of_int8_they_load(tmp_path: Path, spellin
     for engine, expected in OF_ENGINES[spelling].items():
         for found, word in zip(findings(tmp_path, engine), expected, strict=True):
             assert bool(found) == bool(word) and (word is None or any(word in each for each in found)), (engine, found)
-    with pytest.raises(UnknownFormat, match="no rules of TensorRT-LLM for INT8"):
+    with pytest.raises(RecipeError, match="no rules of TensorRT-LLM for INT8"):
         findings(tmp_path, "tensorrt-llm")
 
 

@@ -8,6 +8,7 @@ import conversions
 import pico
 import pytest
 import torch
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from precisionctl.commands.request import Request
 from precisionctl.errors import PrecisionError
@@ -62,3 +63,16 @@ def test_what_no_shape_helps_is_said_before_shapes(tmp_path: Path) -> None:
     for keep in (False, True):
         said = refused(tmp_path / "source", tmp_path / "out", "transformers", "mxfp4", keep_misfits=keep)
         assert "loses tensors that it joins" in said and "--keep-misfits" not in said
+
+
+@pytest.mark.parametrize("family", ["nemotron-h", "lfm2-moe"])
+def test_experts_whose_activation_transformers_does_not_find_on_a_gpu_are_no_blocks(
+    tmp_path: Path, family: str
+) -> None:
+    """Told by the class of transformers that a GPU computes them with; a CPU decodes them."""
+    model = pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    with pytest.raises(AttributeError, match="none of: .*hidden_act"):
+        FP8Experts(model.config, block_size=(128, 128))
+    said = refused(tmp_path / "source", tmp_path / "out", "transformers", "block")
+    assert "transformers does not load experts of fp8 with block" in said and "hidden_act" in said
+    FP8Experts(pico.make("qwen3-moe").config, block_size=(128, 128))

@@ -174,7 +174,7 @@ def test_inspect_tells_what_is_stored_and_an_export_leaves_experts_in_bf16(tmp_p
     assert described["bytes_by_dtype"]["float4_e2m1fn_x2"] == blocks
     assert described["coded"]["weights_by_scale"] == {"block of 1 x 32": 2 * LAYERS * EXPERTS}
     refused = CliRunner().invoke(main, ["verify", str(tmp_path / "source"), "--target", "vllm"])
-    assert refused.exit_code == 1 and "no rules of vLLM for MXFP4" in refused.output
+    assert refused.exit_code == 2 and "no rules of vLLM for MXFP4" in refused.output
     execute(plan_command(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")))
     exported, expected = load_file(tmp_path / "out" / "model.safetensors"), decoded(stored)
     for name in (f"{LAYER}.gate_up_proj", f"{LAYER}.down_proj"):

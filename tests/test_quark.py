@@ -21,7 +21,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engines
-from precisionctl.errors import PrecisionctlError, PrecisionError, UnknownFormat
+from precisionctl.errors import PrecisionctlError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import Mxfp4Inputs
 from precisionctl.quant_methods.quark import read
@@ -142,7 +142,7 @@ def test_rules_of_vllm_are_kept_by_what_quark_writes(cached: Path, tmp_path: Pat
     fp8_directories.make(tmp_path / "channels", "quark-channel", tie_word_embeddings=False)
     four_bit_directories.make(tmp_path / "mxfp4", "quark-mxfp4")
     assert findings(tmp_path / "channels") == findings(tmp_path / "mxfp4") == ([], [])
-    with pytest.raises(UnknownFormat, match="no rules of SGLang for FP8 as this directory stores it"):
+    with pytest.raises(RecipeError, match="no rules of SGLang for FP8 as this directory stores it"):
         check(open_checkpoint(cached), engines()["sglang"])
 
 

@@ -15,7 +15,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
 from precisionctl.checkpoints.decoded.base import DecodedWeights
-from precisionctl.checkpoints.decoded.methods import decoded_weights, quant_method_of
+from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import unpacked
@@ -38,7 +38,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS, Scales
-from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights
+from precisionctl.quant_methods.coded_weights import cache_scales, coded_weights, quant_method_of
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.untrusted.safe_files import has_file, read_file, whole_length

@@ -36,7 +36,9 @@ class Misfits:
         """Raise PrecisionError if the engine does not load experts among the weights of these jobs as codes, or loses
         tensors that it joins with others beside these codes."""
         coded = [name for job in jobs for name in job.weights]
-        if found := self.engine.check_experts(coded, self.form.method.name, self.form.scheme):
+        if found := self.engine.check_experts(
+            coded, self.form.method.name, self.form.scheme, self.plan.model.architecture
+        ):
             do = "Choose another scheme (`export-inference --scheme`)"
             if not self._loses(self.form, ()):  # else the engine would lose them in BF16
                 do += ", or leave the experts in BF16: --exclude '*.experts.*'"
@@ -70,7 +72,7 @@ class Misfits:
         names, method = [name for job in self.jobs for name in job.weights], form.method.name
         refusal = partial(self.engine.refusal, block=SCHEMES[scheme].block, served=self.layout, method=method)
         return not (
-            self.engine.check_experts(names, method, scheme)
+            self.engine.check_experts(names, method, scheme, self.plan.model.architecture)
             or any(refusal(name, self.plan.targets[name]) for name in names)
             or self._loses(form, names)
         )

@@ -30,7 +30,7 @@ from precisionctl.engines.code_rules import (
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
 from precisionctl.engines.joined_tensors import wrongly_joined
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, Unquantized
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, ExpertsAsValues, Unquantized
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
@@ -45,6 +45,7 @@ from precisionctl.quant_methods.base import (
     Quantization,
     QuantMethod,
     Scheme,
+    form_in_words,
     kind_of,
 )
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, recognise
@@ -82,7 +83,8 @@ class Engine:
     it looks for that module where they are stored one by one, too.
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
     the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
-    it knows (None: by their tensors).
+    it knows (None: by their tensors). `experts_as_values` are those whose experts it does not load as codes of a
+    quant method that it loads for others.
 
     How it computes: `fuses` are the linears of one input that it computes as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -137,6 +139,7 @@ class Engine:
     experts_as_one: frozenset[str] = frozenset()
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     expert_dtype: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
+    experts_as_values: Mapping[str, ExpertsAsValues] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, expert_parallel: bool = False, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -192,7 +195,12 @@ class Engine:
         for name, kind in kinds.items():
             by_kind.setdefault(kind, []).append(name)
         if unread := [kind for kind in by_kind if kind not in self.reads.get(method.name, ())]:
-            return [Finding("config.json", f"{method.name} with {_in_words(unread[0])}", self.quantisation)]
+            forms = (coded[name] for name in by_kind[unread[0]])
+            what = next(
+                (form_in_words(each.form, each.scales.input is not None) for each in forms), _in_words(unread[0])
+            )
+            rule = self._loads(method.name, self.reads) if method.name in self.reads else self.quantisation
+            return [Finding("config.json", f"{method.name} with {what}", rule)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
         )
@@ -202,6 +210,7 @@ class Engine:
             self.check_shape(name, spec, coded[name].form.block, served, method.name) for name, spec in divided.items()
         )
         alone, experts = self.blocks_alone.get(model_type), self.expert_dtype.get(model_type)
+        text_type = text_config(config).get("model_type")
         return [
             *always,
             *other_codes(scales, specs, self.quantisation),
@@ -218,7 +227,7 @@ class Engine:
                 self._is_unquantized(config, method.name),
             ),
             *self.check_joined(config, method, quantization, specs),
-            *self.check_stacked(specs, method.name, text_config(config).get("model_type")),
+            *self.check_stacked(specs, method.name, text_type),
             *self.check_blocks(model_type, scheme, (name for name in specs if name not in scales)),
             *(alone.other_scales(scales, read) if alone else ()),
             *(experts.contradicted(config, codes) if experts else ()),
@@ -226,7 +235,11 @@ class Engine:
             *partly_quantized(found, self.all_or_none, self.fuses),
             *unequal_in_group(floating, read, self.fused, self.global_scales, self.fuses or FUSED),
             *unequal_experts(scales, read, self.experts),
-            *(finding for kind, names in by_kind.items() for finding in self.check_experts(names, method.name, kind)),
+            *(
+                finding
+                for kind, names in by_kind.items()
+                for finding in self.check_experts(names, method.name, kind, text_type)
+            ),
             *broken(cache_scales_of_latents, self.latents, found),
             *(finding for demand, rule in self.demands.items() for finding in broken(demand, rule, found)),
         ]
@@ -260,6 +273,8 @@ class Engine:
         None if it takes it."""
         if self._unread(name, served):
             return "codes of a class that is no linear are taken for weights"
+        if method in self.decodes and block[0] not in (None, 1):
+            return None  # it pads a weight that ends within a block
         return served.refusal(name, spec, block, self.ragged, aligned=method not in self.decodes)
 
     def _is_unquantized(self, config: Mapping[str, Any], method: str) -> Callable[[str], bool | None]:
@@ -270,13 +285,25 @@ class Engine:
     def _unread(self, name: str, served: ServingLayout) -> bool:
         return not self.reads_conv1d and served.model_type in _OF_CONV1D and bool(_CONV1D.fullmatch(name))
 
-    def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
+    def check_experts(self, names: Iterable[str], method: str, scheme: str, model_type: object) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
         known = FOUR_BITS.get(scheme, scheme)
         read = known in self.reads_experts.get(method, ())
-        experts = [] if read else [name for name in names if EXPERT.fullmatch(name)]
-        what = f"experts of {method} with {_in_words(known)}"
-        return [Finding(name, what, self.quantisation) for name in experts[:1]]
+        values = self.experts_as_values.get(method)
+        what, rule = f"experts of {method} with {_in_words(known)}", self._loads(method, self.reads_experts)
+        if read:
+            if values is None or model_type not in values.models:
+                return []
+            what, rule = f"{what}, without {values.lacking} in config.json", values.rule
+        return [Finding(name, what, rule) for name in names if EXPERT.fullmatch(name)][:1]
+
+    def _loads(self, method: str, reads: Mapping[str, tuple[str, ...]]) -> EngineRule:
+        """That of a quant method it loads the schemes that it `reads`, and no others."""
+        text = (
+            f"of {method} it loads {', '.join(reads.get(method, ())) or 'none'}; `convert --to hf` makes values of "
+            f"others, and `export-inference --target {self.name}` codes that it loads"
+        )
+        return EngineRule(text, self.quantisation.source)
 
     def check_joined(
         self,

@@ -60,6 +60,16 @@ class BlocksAlone:
 
 
 @dataclass(frozen=True)
+class ExpertsAsValues:
+    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`, as
+    their config.json lacks a key."""
+
+    models: Sequence[str]
+    lacking: str
+    rule: EngineRule
+
+
+@dataclass(frozen=True)
 class ExpertDtype:
     """A model whose experts an engine takes for MXFP4 (`fp4`) or for blocks of FP8 (`fp8`) as config.json `said`, by a
     `rule`."""

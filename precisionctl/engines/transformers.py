@@ -19,9 +19,10 @@ from precisionctl.engines.demands import (
 )
 from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
 from precisionctl.engines.integer_rules import zero_points_of
-from precisionctl.engines.model_rules import ROUTERS, ExpertDtype, Unquantized
+from precisionctl.engines.model_rules import ROUTERS, ExpertDtype, ExpertsAsValues, Unquantized
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
+from precisionctl.quant_methods.compressed_tensors import GROUPS_AND_BLOCKS
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
 """Of these it makes linears (5.23 quantizers/base.py MODULES_TO_PATCH_FOR_QUANTIZATION)."""
@@ -55,6 +56,7 @@ ENGINE = Engine(
             "mxfp8",
             "per-channel weights and static",
             "per-tensor weights and dynamic",
+            *GROUPS_AND_BLOCKS,
         ),
         "mxfp8": ("mxfp8",),
         "fp8": ("block", "static", "per-tensor weights and dynamic"),
@@ -135,6 +137,17 @@ ENGINE = Engine(
             ),
         ),
     },
+    experts_as_values=dict.fromkeys(
+        ("fp8", "mxfp8"),
+        ExpertsAsValues(
+            ("lfm2_moe", "nemotron_h"),
+            "hidden_act",
+            EngineRule(
+                "on a GPU with FP8, experts of codes ask the config for hidden_act, which this model's does not have",
+                "transformers 5.23 integrations/finegrained_fp8.py FP8Experts",
+            ),
+        ),
+    ),
     fuses=(),
     reads_conv1d=False,
     ignores={

@@ -22,7 +22,7 @@ def schemes_of(engine: Engine, plan: Plan, precision: Precision) -> list[Scheme]
         for scheme, method in engine.spells.items()
         if scheme not in FOUR_BITS
         and (SCHEMES[scheme].block == TENSOR or moved)
-        and not engine.check_experts(names, method, scheme)
+        and not engine.check_experts(names, method, scheme, plan.model.architecture)
         and not engine.check_blocks(plan.model.architecture, scheme, ())
     ]
 

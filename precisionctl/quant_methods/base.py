@@ -34,6 +34,7 @@ Block = tuple[int | None, int | None]
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 _KINDS = {TENSOR: "per-tensor", CHANNEL: "per-channel"}
+_PARTS = {TENSOR: "tensor", CHANNEL: "channel"}
 
 SQUARE = (128, 128)
 """DeepSeek's blocks, the only ones that every engine here has kernels for."""
@@ -181,12 +182,15 @@ class Quantization:
     @property
     def scheme(self) -> str:
         """The name of the Scheme, or a description if it is none of them."""
+        floats = any(form.scales == FLOATS for form in self.formats)
         for name, scheme in SCHEMES.items():
-            if scheme.codes == "FP8" and (self.blocks, self.static) == ((scheme.block,), scheme.fixed_inputs):
+            is_alike = (self.blocks, self.static) == ((scheme.block,), scheme.fixed_inputs)
+            if scheme.codes == "FP8" and is_alike and not (name == "mxfp8" and floats):
                 return name
         if not self.blocks:
             return " or ".join(dict.fromkeys(form.name for form in self.formats))
-        weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
+        kinds = (_KINDS.get(block, "group" if block[0] == 1 else "block") for block in self.blocks)
+        weights = " or ".join(dict.fromkeys(kinds))
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
     def narrowed(self, scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec]) -> Quantization:
@@ -194,14 +198,24 @@ class Quantization:
         one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
-                return in_fp8((block,), self.static)
+                return replace(self, formats=tuple(form for form in self.formats if form.block == block))
         return self
 
 
 def kind_of(form: CodeFormat, fixed: bool | None) -> str:
     """What codes in a format are: a scheme of FP8, by whether inputs have `fixed` scales, or the name of packed
     codes."""
-    return form.packing.name if form.packing else in_fp8([form.block], fixed).scheme
+    return form.packing.name if form.packing else Quantization((form,), fixed).scheme
+
+
+def form_in_words(form: CodeFormat, fixed: bool | None) -> str:
+    """What codes in a format are, for people, by whether inputs have `fixed` scales."""
+    if form.packing:
+        return f"{form.name} weights"
+    high, wide = form.block
+    part = f"group of {wide} inputs" if high == 1 else f"block of {high} x {wide}"
+    inputs = "in FP8 by fixed scales" if fixed else "in FP8" if form.inputs else "as they are"
+    return f"FP8 weights, a scale for each {_PARTS.get(form.block, part)}, inputs {inputs}"
 
 
 def in_fp8(blocks: Iterable[Block], static: bool | None, *, inputs: InputFormat | None = IN_FP8) -> Quantization:

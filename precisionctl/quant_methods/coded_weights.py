@@ -37,6 +37,12 @@ AS_VALUES = ("gptq", "awq", "auto-round", "bitsandbytes", "torchao")
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 
 
+def quant_method_of(config: Mapping[str, Any]) -> object:
+    """What a config.json names as its `quant_method`; None if nothing."""
+    quantization = config.get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+
+
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
     """The method that a config.json names; None where it names none.
 

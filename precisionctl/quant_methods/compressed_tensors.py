@@ -31,6 +31,11 @@ from precisionctl.quant_methods.base import (
     together,
 )
 
+GROUPS_AND_BLOCKS = tuple(
+    f"{part} weights and {inputs}" for part in ("group", "block") for inputs in ("static", "dynamic")
+)
+"""Schemes of groups other than MXFP8's and of blocks other than 128 x 128, or of these with fixed scales of inputs."""
+
 OLDER_KEY = "compression_config"
 """What compressed-tensors called its `quantization_config` in 2024."""
 
@@ -120,10 +125,10 @@ def read(config: Mapping[str, Any]) -> Quantization:
 def _group(group: object, layout: object) -> Quantization:
     """`layout` is the config's `format`, for groups that have none of their own."""
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
+    own = group.get("format") if isinstance(group, Mapping) else None
     if weights is not None and weights.get("num_bits") == 4:
         return Quantization((_four_bits(weights, inputs),), None)
     if weights is not None and (weights.get("num_bits", 8), weights.get("type", "int")) == (8, "int"):
-        own = group.get("format") if isinstance(group, Mapping) else None
         return _int8(weights, inputs, own or layout)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are neither of 4 bits nor of 8")
@@ -139,7 +144,11 @@ def _group(group: object, layout: object) -> Quantization:
     else:
         raise _unread(f"strategy {shown(strategy)}")
     static = inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
-    return in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
+    found = in_fp8([block], static, inputs=_inputs(inputs, (E4M3,)))
+    is_mxfp8 = (own or layout) not in ("float-quantized", "naive-quantized")  # its layout has its name
+    if block == SCHEMES["mxfp8"].block and not is_mxfp8:
+        return replace(found, formats=tuple(replace(form, scales=FLOATS) for form in found.formats))
+    return found
 
 
 def _inputs(inputs: Mapping[str, Any] | None, known: Sequence[Element]) -> InputFormat | None:
@@ -260,6 +269,7 @@ QUANT_METHOD = QuantMethod(
             "per-channel weights and static": lambda rows, columns: (rows, 1),
             "per-tensor weights and dynamic": lambda rows, columns: (1,),
             "mxfp8": lambda rows, columns: (rows, columns),
+            **dict.fromkeys(GROUPS_AND_BLOCKS, lambda rows, columns: (rows, columns)),
         },
         config=config,
         cache=CacheSpelling(("k_scale", "v_scale"), (1,), {"kv_cache_scheme": _TENSOR}, as_bf16=False),

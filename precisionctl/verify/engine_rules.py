@@ -7,9 +7,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import Chunked, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import RecipeError, UnknownFormat
 from precisionctl.planning.served_model import served
-from precisionctl.quant_methods.coded_weights import recognise
+from precisionctl.quant_methods.coded_weights import AS_VALUES, quant_method_of, recognise
 
 NO_CODES = EngineRule(
     "values need no quantization, and engines take them as they are: of the rules only those of config.json were "
@@ -35,13 +35,16 @@ class CheckableDirectory(Protocol):
 
 def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bool = False) -> list[Finding]:
     """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs, with experts whole if
-    `expert_parallel`. Raises UnknownFormat for what is no such directory."""
+    `expert_parallel`. Raises UnknownFormat for what is no such directory, RecipeError for codes that there are no rules
+    for: that says nothing of whether the engine loads them."""
     if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
             where=reader.path,
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
+    if (name := quant_method_of(reader.config)) in AS_VALUES:
+        raise _no_rules(reader, engine, f"codes of {name}")
     method = recognise(reader.config)
     spelling = method.spelling if method else None
     ruled = set(engine.reads.get(method.name, ())) if method else set()
@@ -49,11 +52,7 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
     ruled |= {"FP8"} if ruled else set()
     unruled = {each: name for each in reader.encodings if (name := reader.specs[each].codes_name) not in ruled}
     if unruled and not engine.takes_mxfp4(reader.config, unruled):
-        raise UnknownFormat(
-            f"there are no rules of {engine.title} for {next(iter(unruled.values()))} as this directory stores it",
-            where=reader.path,
-            do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
-        )
+        raise _no_rules(reader, engine, f"{next(iter(unruled.values()))} as this directory stores it")
     stored = reader.stored
     found = engine.check(
         reader.config,
@@ -66,3 +65,12 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
         dtypes = sorted({spec.stored_dtype for spec in reader.specs.values() if len(spec.shape) > 1})
         found.append(Finding("the directory", f"no weight is codes: all are {' or '.join(dtypes)}", NO_CODES))
     return found
+
+
+def _no_rules(reader: Reader, engine: Engine, codes: str) -> RecipeError:
+    return RecipeError(
+        f"there are no rules of {engine.title} for {codes}, so nothing was checked",
+        where=reader.path,
+        do=f"{engine.title} may load it or not. `convert --to hf` makes a directory in BF16 of it, and "
+        f"`export-inference --target {engine.name}` codes with rules.",
+    )

@@ -9,6 +9,7 @@ from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCode
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
 from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.quant_methods.coded_weights import quant_method_of
 
 METHODS: Mapping[str, type[DecodedWeights]] = {
     "gptq": TransposedCodes,
@@ -18,12 +19,6 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "torchao": TorchaoCodes,
 }
 """The reader of each of `quant_methods.coded_weights.AS_VALUES`."""
-
-
-def quant_method_of(config: Mapping[str, Any]) -> object:
-    """What a config.json names as its `quant_method`; None if nothing."""
-    quantization = config.get("quantization_config")
-    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
 
 
 def decoded_weights(config: Mapping[str, Any], stored: StoredTensors, where: object) -> DecodedWeights | None:
