@@ -159,7 +159,8 @@ def verify(
 
     FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
     checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
-    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes.
+    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes; 2 if there are no
+    rules of the engine here for A's codes.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")

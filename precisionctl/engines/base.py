@@ -19,6 +19,7 @@ from precisionctl.discover import discover_names
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.code_rules import (
     EXPERT,
+    experts_module,
     linears,
     other_codes,
     partly_quantized,
@@ -326,7 +327,7 @@ class Engine:
             return []
         names = list(names)
         counts = Counter((match[1], match[2]) for match in map(EXPERT.fullmatch, names) if match)
-        if not counts and not any(_experts_module(name.partition("[")[0]) for name in names):
+        if not counts and not any(experts_module(name.partition("[")[0]) for name in names):
             return [Finding("config.json", "a model without experts", self.spreads)]
         uneven = ((module, count) for (module, _), count in counts.items() if self.evenly and count % served.ranks)
         what = "{} experts on {} GPUs"
@@ -367,7 +368,7 @@ class Engine:
         """The modules with `values` as a list has them that the engine leaves unquantized: under their own names and
         those that it may give them in memory, but none that it may give one of `codes`. `tied`: a head may be stored
         nowhere, under a name that only the model's class knows."""
-        stacked = dict.fromkeys(experts for name in values if (experts := _experts_module(name)))
+        stacked = dict.fromkeys(experts for name in values if (experts := experts_module(name)))
         numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if method in self.experts_as_one]
         listed = (name for experts in stacked for name in self._listed_experts(experts, method))
         values = [*values, *stacked, *listed, *(match[1] for match in numbered if match)]
@@ -391,7 +392,7 @@ class Engine:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
         ignored = self._list_of(directory).of(directory.quantization)
         sliced = [name for name in directory.specs if name.endswith("]")]
-        stacked = {experts: name for name in sliced if (experts := _experts_module(name.partition("[")[0]))}
+        stacked = {experts: name for name in sliced if (experts := experts_module(name.partition("[")[0]))}
         for experts, name in stacked.items():
             linears = self._listed_experts(experts, directory.method) if name not in directory.scales else ()
             for linear in linears:
@@ -418,16 +419,6 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a config.json, with what MissingKeys have of a wrapper's."""
     of_the_whole = ("model_type", "quantization_config", OLDER_KEY)
     return {**{key: config.get(key) for key in of_the_whole}, **text_config(config)}
-
-
-_STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
-
-
-def _experts_module(name: str) -> str | None:
-    """What engines call the module of a layer's experts, of a tensor or module in which all of them are: Granite calls
-    the tensors by other names. None for any other name."""
-    match = _STACKED.fullmatch(name)
-    return match and (match[1] or f"{match[2]}.experts")
 
 
 _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
+_STACKED = re.compile(r"(.+\.experts)(?:\.[a-z_]+)?|(.+\.block_sparse_moe)\.(?:input|output)_linear(?:\.weight)?")
+
+
+def experts_module(name: str) -> str | None:
+    """What engines call the module of a layer's experts, of a tensor or module in which all of them are: Granite calls
+    the tensors by other names. None for any other name."""
+    match = _STACKED.fullmatch(name)
+    return match and (match[1] or f"{match[2]}.experts")
 
 
 def other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
