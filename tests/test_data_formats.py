@@ -98,10 +98,28 @@ def test_a_name_with_a_hash_is_a_path_if_it_is_there(tmp_path: Path) -> None:
         load_rows(f"{write_rows(tmp_path / 'x.jsonl', [{'id': 3}])}#id", tokenizer(), 4)
 
 
+def test_a_null_under_the_key_of_the_text_is_said_with_its_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"body": "a"}, {"body": None}])
+    with pytest.raises(DataError, match=r"`body` is null \(.*x.jsonl, line 2\)"):
+        load_rows(f"{path}#body", tokenizer(), 4)
+
+
+def test_a_text_file_has_no_keys_but_is_a_document_in_a_folder_of_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": "a b"}])
+    text = tmp_path / "b.txt"
+    text.write_text("c d")
+    for key in ("", "#text"):
+        assert read(load_rows(f"{tmp_path}{key}", tokenizer(), 4).tokens.tolist()) == "a b <eos> c d <eos>"
+    with pytest.raises(DataError, match="a text file, which has no keys, and so no `content`.*Leave `#content` out"):
+        load_rows(f"{text}#content", tokenizer(), 4)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({}, "none of the known keys"),
+        ({"id": 1, "text": None}, "`text` is null"),
+        ({"prompt": "a", "completion": None}, "`completion` is null"),
         ({"conversations": [{"from": "human"}]}, "a turn without `from` and `value`"),
         ({"conversations": [{"from": "cat", "value": "a"}]}, "a turn from 'cat'; known are system, human"),
         ({"conversations": {"from": "human"}}, "`conversations` is not a list"),

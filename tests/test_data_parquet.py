@@ -47,8 +47,10 @@ def test_text_in_another_column_is_read_where_the_path_names_it_and_no_other_col
     path = write(tmp_path / "x.parquet", rows)
     assert read(load_rows(f"{path}#content", tokenizer(), 4).tokens.tolist()) == " ".join(["a b <eos>"] * 3)
     assert [record.row for record in records([path], "content")] == [{"content": "a b"}] * 3
-    with pytest.raises(DataError, match="a row without `body`: it has `text`, `content`, `id`"):
+    with pytest.raises(DataError, match="a row without `body`: it has `text`, `content`, `messages`, `id`"):
         load_rows(f"{path}#body", tokenizer(), 4)
+    with pytest.raises(DataError, match=r"`body` is null \(.*row 2\)"):
+        load_rows(f"{write(tmp_path / 'z.parquet', [{'body': 'a'}, {'body': None}])}#body", tokenizer(), 4)
     other = write(tmp_path / "y.parquet", [{"prompt": "a", "content": "a b"}])
     with pytest.raises(DataError, match=r"it has `prompt`, `content` .*PATH#KEY"):
         load_rows(other, tokenizer(), 4)

@@ -183,7 +183,7 @@ def test_scales_for_channels_of_experts_are_refused_for_tensorrt_llm_and_not_tho
 def test_experts_in_one_tensor_stay_in_bf16_and_that_is_said(tmp_path: Path) -> None:
     source(tmp_path, "gpt-oss")
     work = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "static"))
-    assert any("Experts stay in BF16: gpt_oss" in note for note in work.notes)
+    assert any("Experts stay in BF16: gpt_oss" in note and "in scheme static" in note for note in work.notes)
     execute(work)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16

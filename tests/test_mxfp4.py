@@ -193,6 +193,63 @@ def test_who_chooses_what_becomes_codes_gets_no_blocks_of_before(tmp_path: Path)
     assert not [name for name in found if name.endswith(("_blocks", "_scales"))]
 
 
+@pytest.mark.parametrize("way", ["as released", "megatron"])
+def test_a_release_is_not_exported_in_the_four_bits_that_it_has(tmp_path: Path, way: str) -> None:
+    """Its experts would become BF16, and its attention, which was not rounded, MXFP4."""
+    source = tmp_path / "source"
+    make(source)
+    if way == "megatron":
+        converted(source, tmp_path / "megatron", "megatron")
+        source = tmp_path / "megatron"
+    with pytest.raises(
+        PrecisionctlError, match="has its experts in MXFP4.*serves the release as it is.*--precision fp8"
+    ):
+        plan_command(Request.export(source, tmp_path / "out", "vllm", "mxfp4"))
+    other = plan_command(Request.export(source, tmp_path / "out", "vllm", "dynamic"))
+    said = "Experts become BF16: gpt_oss" if way == "as released" else "Experts stay in BF16: gpt_oss"
+    assert any(said in note for note in other.notes)
+
+
+@pytest.mark.parametrize("way", ["hf", "megatron"])
+def test_values_that_remember_no_codes_get_the_form_of_a_reference(tmp_path: Path, way: str) -> None:
+    """What transformers trained, or Megatron saved: new codes for the expert that has changed, which are within what
+    rounding to MXFP4 costs Gaussian weights (19 dB), the reference's for all others."""
+    stored = make(tmp_path / "release")
+    values = decoded(stored)
+    values[f"{LAYER}.down_proj"][3] = torch.randn(96, 64) / 8
+    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    write(tmp_path / "trained", values, plain)
+    source = tmp_path / "trained"
+    if way == "megatron":
+        converted(source, tmp_path / "megatron", "megatron")
+        source = tmp_path / "megatron"
+    notes = converted(source, tmp_path / "out", precision="fp8", reference=tmp_path / "release")
+    assert any("have the form of the reference's" in note for note in notes)
+    assert any("15 of 16 weights have the same codes" in note for note in notes)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    kind = (f"{LAYER}.down_proj_blocks", f"{LAYER}.down_proj_scales")
+    assert {name for name in stored if not torch.equal(stored[name], found[name])} == set(kind)
+    assert all(torch.equal(stored[name][:3], found[name][:3]) for name in kind)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == CONFIG["quantization_config"]
+    before, after = values[f"{LAYER}.down_proj"][3].float(), decoded(found)[f"{LAYER}.down_proj"][3].float()
+    assert 0 < (after - before).norm() < 0.13 * before.norm()
+
+
+def test_a_reference_gives_no_codes_without_weights_or_to_who_chooses_others(tmp_path: Path) -> None:
+    stored = make(tmp_path / "release")
+    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    write(tmp_path / "trained", decoded(stored), plain)
+    given = {"reference": tmp_path / "release"}
+    work = plan_command(Request.export(tmp_path / "trained", tmp_path / "out", "vllm", "dynamic", **given))
+    assert not [name for name in work.plan.targets if "_blocks" in name]
+    converted(tmp_path / "trained", tmp_path / "values", precision="bf16", **given)
+    assert_same_bits(load_file(tmp_path / "values" / "model.safetensors"), decoded(stored))
+    (tmp_path / "release" / "model.safetensors").unlink()
+    with pytest.raises(PrecisionctlError, match="scales for the inputs of 4 modules"):
+        converted(tmp_path / "trained", tmp_path / "out", precision="fp8", **given)
+
+
 def without(*names: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda stored: [stored.pop(f"{LAYER}.{name}") for name in names] and None
 

@@ -15,6 +15,7 @@ from precisionctl.commands.notes import (
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
+    reference_notes,
     rounded_notes,
     unreached_notes,
 )
@@ -106,7 +107,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += kv_cache.of_no_cache(source.encodings, source.plan)
-    notes += [*source_notes(request, source), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += source_notes(request, source)
+    notes += in_bf16_notes(reader, source.plan, precision, scheme, policy.refused)
     notes += rounded_notes(reader, plan)
     notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
     card = _card(request, source, plan, engine, form)
@@ -215,6 +217,7 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
+        *reference_notes(request, encodings),
         *edge_notes(encodings, reader.specs, plan),
         *source_notes(request, source),
         *rounded_notes(reader, plan),

@@ -20,7 +20,7 @@ from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.param import Parallelism
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import FOUR_BITS
+from precisionctl.quant_methods.base import FOUR_BITS, Scheme
 from precisionctl.sizes import counted, size
 
 
@@ -117,6 +117,12 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
         )
 
 
+def reference_notes(request: Request, encodings: WeightEncodings) -> Iterator[str]:
+    """A note that values get codes in the form of the reference's."""
+    if request.reference and encodings.path == request.reference:
+        yield f"The codes have the form of the reference's: {request.reference}."
+
+
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """Notes that weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in packings_of(reader).values()).items():
@@ -188,13 +194,17 @@ def four_bit_notes(request: Request, encodings: WeightEncodings | None, plan: Pl
         )
 
 
-def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:
-    """Notes on weights that stay in BF16 although `precision` puts them in FP8: experts that a family stores as one
-    tensor, and weights that an engine has `refused` (name -> reason)."""
-    if any(is_slice(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):
+def in_bf16_notes(
+    reader: Reader, plan: Plan, precision: Precision, scheme: Scheme, refused: Mapping[str, str]
+) -> Iterator[str]:
+    """Notes on weights that are BF16 in an export although `precision` puts them in FP8: experts that a family stores
+    as one tensor, and weights that an engine has `refused` (name -> reason)."""
+    jobs = [job for job in plan.jobs if job.row.gemm and is_slice(job.writes[0]) and precision.in_fp8(job.module)]
+    if jobs:
+        were_codes = any(name in reader.encodings for job in jobs for name in job.reads)
         yield (
-            f"Experts stay in BF16: {plan.model.architecture} stores those of a layer as one tensor, "
-            "and no engine reads FP8 codes of that."
+            f"Experts {'become' if were_codes else 'stay in'} BF16: {plan.model.architecture} stores those of a layer "
+            f"as one tensor, and no engine reads codes of that in scheme {scheme}."
         )
     if refused:
         name, what = next(iter(refused.items()))

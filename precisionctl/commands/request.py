@@ -86,9 +86,10 @@ class Request:
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
     used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. With
-    `trust_reference` its config.json is right where Megatron's arguments contradict it. `te_version` is the
-    version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of experts that are
-    read, if it cannot be inferred.
+    `trust_reference` its config.json is right where Megatron's arguments contradict it. A reference whose weights are
+    codes that no scheme writes (gpt-oss as released) also says which codes there are to be, if nothing else does.
+    `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of
+    experts that are read, if it cannot be inferred.
 
     `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs, which get experts whole if
     `expert_parallel`, and else a part of each. Without a `scheme` the best that the checkpoint allows is chosen;

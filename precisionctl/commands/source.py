@@ -1,5 +1,6 @@
 """Source: an open checkpoint with the user's hints, the plan of the result, and what is known of FP8 in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,15 +25,16 @@ from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
-from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownFormat, one_line
 from precisionctl.export.input_scales import state_of_input_scales
-from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
+from precisionctl.export.weight_encodings import check_model, method_of, stored_weight_encodings, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
+from precisionctl.quant_methods.base import SCHEMES, quant_methods
 from precisionctl.same_model import differences
 from precisionctl.untabled_model import UntabledModel
 
@@ -87,7 +89,8 @@ def open_source(request: Request) -> Source:
     """Open the source of a request, and plan the result in high precision.
 
     Raises RecipeError for hints that contradict the checkpoint or are not needed, and for a precision that an optimizer
-    does not go along in, MappingError for state or encodings of another model, and as `open_checkpoint` and
+    does not go along in, PrecisionError for a scheme of codes that a release has in a form of its own, MappingError for
+    state or encodings of another model, and as `open_checkpoint` and
     `make_plan`.
     """
     reader = open_hinted(
@@ -102,7 +105,17 @@ def open_source(request: Request) -> Source:
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and request.says_which_codes and method and method.own_names:
+        if request.scheme == method.name:
+            raise PrecisionError(
+                f"the release has its experts in {SCHEMES[request.scheme].codes}, and all else in BF16; this scheme "
+                "would make BF16 of the experts, which are one tensor, and round the rest",
+                where=request.source,
+                do="An engine serves the release as it is, and `convert --to hf --precision fp8` writes trained "
+                "weights in its form.",
+            )
         encodings = None  # engines read these codes only as they were released
+    if encodings is None and request.reference and request.for_inference and not request.says_which_codes:
+        encodings = _released_form(request.reference)
     trained = None
     if request.keeps_optimizer and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs:
         trained = reader
@@ -254,6 +267,19 @@ def _companions_of(reference: Path) -> Companions:
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)
     return companions
+
+
+def _released_form(reference: Path) -> WeightEncodings | None:
+    """The encodings of a reference whose weights are codes under names of their own, which no scheme has: values of
+    the same model get codes like those. None for any other reference."""
+    if not (reference / "config.json").is_file() or file_format_of(reference) is None:
+        return None
+    companions = read_companions(reference)
+    quantization = parse_json(companions.files["config.json"], companions.config_path).get("quantization_config")
+    own = [name for name, method in quant_methods().items() if method.own_names]
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in own:
+        return None  # of these weights nothing is read
+    return stored_weight_encodings(open_checkpoint(reference))
 
 
 def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:

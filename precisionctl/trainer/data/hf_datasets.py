@@ -14,7 +14,7 @@ from typing import Any
 
 from precisionctl.checkpoints.hub import unreachable
 from precisionctl.errors import DataError, EnvironmentProblem, PrecisionctlError, require_package
-from precisionctl.trainer.data.formats.base import Record, without_nulls
+from precisionctl.trainer.data.formats.base import Record, a_table_row
 from precisionctl.trainer.data.shapes import columns_to_read
 from precisionctl.trainer.data.store import known_commit
 from precisionctl.untrusted.safe_files import leads_out
@@ -100,7 +100,7 @@ class HfDataset:
             if row is None:
                 return
             number += 1
-            yield Record(f"{self}, row {number}", without_nulls(row))
+            yield a_table_row(row, f"{self}, row {number}")
 
     def _builder(self) -> Any:
         from datasets import load_dataset_builder

@@ -35,14 +35,17 @@ class _BadRow(Exception):
 
 
 def sample_of(record: Record) -> Sample:
-    """The sample that a record describes. Raises DataError for a record without the keys of any shape, or with values
-    of the wrong types."""
+    """The sample that a record describes. Raises DataError for a record without the keys of any shape, or with null or
+    values of the wrong types under them."""
     for shape in SHAPES:
         if all(record.row.get(key) is not None for key in shape.keys):
             try:
                 return shape.make(record.row)
             except _BadRow as problem:
                 raise DataError(str(problem), where=record.where) from None
+    for shape in SHAPES:
+        if record.row.keys() >= {*shape.keys}:
+            raise _null(record, next(key for key in shape.keys if record.row[key] is None))
     known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
     raise DataError(
         f"a row with none of the known keys: it has {_names(record.row)}",
@@ -58,8 +61,14 @@ def text_under(record: Record, key: str) -> Record:
         return Record(record.where, {"text": text})
     if text is not None:
         raise DataError(f"`{key}` is not a string: {str(text)[:80]}", where=record.where)
+    if key in record.row:
+        raise _null(record, key)
     do = "What follows the `#` of a path is the key of its text."
     raise DataError(f"a row without `{key}`: it has {_names(record.row)}", where=record.where, do=do)
+
+
+def _null(record: Record, key: str) -> DataError:
+    return DataError(f"`{key}` is null", where=record.where, do="Give the row a value there, or leave the row out.")
 
 
 def columns_to_read(names: Sequence[str], wanted: str | None) -> list[str]:

@@ -49,11 +49,16 @@ def a_row(value: object, where: str) -> Record:
     return Record(where, value)
 
 
-def without_nulls(value: Any) -> Any:
-    """A value without keys that are None: in a column of messages every message has the keys of all."""
+def a_table_row(columns: Mapping[str, Any], where: str) -> Record:
+    """A record of a table's row, whose values have no keys that are None: in a column of messages every message has the
+    keys of all. A column that is None stays, for the error that says so."""
+    return Record(where, {name: _without_nulls(value) for name, value in columns.items()})
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def begins_with(path: Path, size: int) -> bytes:

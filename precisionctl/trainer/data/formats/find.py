@@ -108,8 +108,11 @@ def records(files: list[Path], column: str | None = None) -> Iterator[Record]:
             raise DataError(f"cannot be read: {error.strerror}", where=file) from None
 
 
-def text_records(path: Path, _column: str | None) -> Iterator[Record]:
-    """A UTF-8 file as one document. Raises DataError for one that is not UTF-8."""
+def text_records(path: Path, column: str | None) -> Iterator[Record]:
+    """A UTF-8 file as one document. Raises DataError for one that is not UTF-8, and where a key of rows is wanted."""
+    if column not in (None, "text"):  # `text` is what a document has among rows, in a folder of both
+        do = f"Leave `#{column}` out, and all of it is the text; rows come as JSON lines (.jsonl), JSON or parquet."
+        raise DataError(f"it is a text file, which has no keys, and so no `{column}`", where=path, do=do)
     try:
         with open_text(path) as file:
             yield Record(str(path), {"text": a_document(file.read, path)})

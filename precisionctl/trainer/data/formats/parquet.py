@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from precisionctl.errors import DataError, EnvironmentProblem
-from precisionctl.trainer.data.formats.base import Format, Record, begins_with, without_nulls
+from precisionctl.trainer.data.formats.base import Format, Record, a_table_row, begins_with
 from precisionctl.trainer.data.shapes import columns_to_read
 
 _ROWS_AT_ONCE = 256
@@ -29,7 +29,7 @@ def _records(path: Path, column: str | None) -> Iterator[Record]:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(f"{path}, row {number}", without_nulls(row))
+                    yield a_table_row(row, f"{path}, row {number}")
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # the system's; pyarrow's own OSErrors have no errno
