@@ -29,6 +29,7 @@ from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows
+from precisionctl.checkpoints.companions import TEMPLATES
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MappingError, PrecisionctlError, UnknownFormat, UnsafePickle
 
@@ -388,10 +389,15 @@ def test_the_tokenizer_is_the_adapters_where_it_has_one(llama: Path, tmp_path: P
     (llama / "generation_config.json").write_text("{}")
     (llama / "special_tokens_map.json").write_text('{"base": 1}')
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    for directory, name in ((llama, "base"), (made, "adapter")):
+        (directory / TEMPLATES).mkdir()
+        (directory / TEMPLATES / f"{name}.jinja").write_text(name)
     conversions.run(made, tmp_path / "first", "hf", reference=llama)
     assert (tmp_path / "first" / "tokenizer.json").read_text() == '{"base": 1}'
+    assert [path.name for path in (tmp_path / "first" / TEMPLATES).iterdir()] == ["base.jinja"]
     (made / "tokenizer.json").write_text('{"adapter": 1}')
     conversions.run(made, tmp_path / "second", "hf", reference=llama)
+    assert [path.name for path in (tmp_path / "second" / TEMPLATES).iterdir()] == ["adapter.jinja"]
     assert (tmp_path / "second" / "tokenizer.json").read_text() == '{"adapter": 1}'
     assert not (tmp_path / "second" / "special_tokens_map.json").exists(), "of another tokenizer"
     assert (tmp_path / "second" / "generation_config.json").is_file()

@@ -11,11 +11,16 @@ import torch
 from conversions import run, tree
 
 from precisionctl.checkpoints import companions
-from precisionctl.checkpoints.companions import KINDS, kind_of, read_companions
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.companions import KINDS, TEMPLATES, TOKENIZER, kind_of, read_companions
+from precisionctl.checkpoints.huggingface import config_of_values
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+from precisionctl.untrusted import safe_files
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "companions.md"
 
@@ -199,6 +204,8 @@ TRAVEL = (
     "LICENSE.md",
     "NOTICE.txt",
     "USE_POLICY.md",
+    "license",
+    "Licence.txt",
     "vocab.bpe",
 )
 STAY = (
@@ -223,6 +230,31 @@ def test_vocabularies_and_terms_travel_and_what_is_known_to_stay_stays_unsaid(tm
     assert not any(name in note for note in work.notes for name in STAY)
 
 
+def test_every_file_and_folder_that_is_left_behind_is_named_however_many(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-2")
+    unknown = [f"unknown{number:02}.dat" for number in range(20)]
+    for name in (*unknown, "license.py"):
+        (tmp_path / "hf" / name).write_bytes(b"1")
+    for folder in ("custom_generate", "tokenizer", "v1.5", ".git", "precisionctl", TEMPLATES, f"{TEMPLATES}/more"):
+        (tmp_path / "hf" / folder).mkdir()
+    (tmp_path / "hf" / TEMPLATES / "notes.txt").write_text("1")
+    left = [f"{TEMPLATES}/more/", f"{TEMPLATES}/notes.txt", "custom_generate/", "tokenizer/", *unknown, "v1.5/"]
+    (note,) = read_companions(tmp_path / "hf").notes
+    start, _, named = note.removesuffix(".").partition(": ")
+    assert start == "Left behind, because nothing here knows what it is"
+    assert sorted(named.split(", ")) == sorted(left)
+    work = run(tmp_path / "hf", tmp_path / "dist", "megatron")
+    assert note in work.notes and not any("license.py" in name for name in tree(tmp_path / "dist"))
+
+
+def test_the_vocabularies_that_transformers_reads_are_part_of_the_tokenizer() -> None:
+    from transformers import DebertaV2Tokenizer, RemBertTokenizer
+
+    read = {name for one in (DebertaV2Tokenizer, RemBertTokenizer) for name in one.vocab_files_names.values()}
+    assert read >= {"spm.model", "sentencepiece.model"}
+    assert {kind_of(name) for name in read} == {TOKENIZER}
+
+
 def test_every_kind_is_documented_with_its_reason() -> None:
     rows = re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == [(" ".join(f"`{p}`" for p in kind.patterns), kind.fate, kind.reason) for kind in KINDS]
@@ -238,6 +270,90 @@ def test_what_transformers_saves_beside_a_model_is_known(tmp_path: Path) -> None
     PreTrainedTokenizerFast(tokenizer_object=made, chat_template="{{ messages }}").save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if kind_of(path.name) is None] == []
     assert {"tokenizer.json", "chat_template.jinja"} <= open_checkpoint(tmp_path).companions.files.keys()
+
+
+NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+
+
+def with_templates(directory: Path, templates: dict[str, str] = NAMED) -> Path:
+    """A model, and a tokenizer with several chat templates, as transformers saves it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    pico.save(directory, "llama-2", dtype=torch.bfloat16)
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=templates).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("to", "container"),
+    [("megatron", "torch_dist"), ("megatron", "torch"), ("hf", "bin"), ("hf", "dcp"), ("hf", "torchtitan")],
+)
+def test_chat_templates_with_names_go_there_and_back_in_every_container(
+    tmp_path: Path, to: str, container: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    source = with_templates(tmp_path / "hf")
+    there = run(source, tmp_path / "there", to, container=container)
+    back = run(tmp_path / "there", tmp_path / "back", "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == NAMED
+    assert not any(note.startswith("Left behind") for work in (there, back) for note in work.notes)
+
+
+def test_a_template_that_lies_outside_is_no_file_or_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = with_templates(tmp_path / "elsewhere")
+    source = with_templates(tmp_path / "hf", {"default": NAMED["default"]})
+    folder = source / TEMPLATES
+    folder.symlink_to(elsewhere / TEMPLATES)
+    with pytest.raises(DamagedCheckpoint, match="symbolic link leads out"):
+        read_companions(source)
+    folder.unlink()
+    folder.mkdir()
+    (folder / "rag.jinja").symlink_to(elsewhere / "config.json")
+    with pytest.raises(DamagedCheckpoint, match="symbolic link leads out"):
+        read_companions(source)
+    (folder / "rag.jinja").unlink()
+    (folder / "rag.jinja").mkdir()
+    with pytest.raises(DamagedCheckpoint, match="not a file"):
+        read_companions(source)
+    (folder / "rag.jinja").rmdir()
+    (folder / "rag.jinja").write_bytes(bytes(100_000))
+    monkeypatch.setattr(safe_files, "LARGEST", 100_000)
+    with pytest.raises(DamagedCheckpoint, match="larger than 100.0 kB"):
+        read_companions(source)
+
+
+def test_a_dtype_is_set_under_whichever_name_it_has(tmp_path: Path) -> None:
+    """Beside a stale `torch_dtype`, programs of different age read two dtypes."""
+    from transformers import AutoConfig
+
+    pico.save(tmp_path / "hf", "llama-2", dtype=torch.bfloat16)
+    plain = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del plain["dtype"]
+    for number, said in enumerate(({"dtype": "bfloat16", "torch_dtype": "float16"}, {"dtype": "bfloat16"}, {})):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(plain | said))
+        run(tmp_path / "hf", tmp_path / f"{number}", "hf", "fp32")
+        made = json.loads((tmp_path / f"{number}" / "config.json").read_text())
+        assert {key: made[key] for key in made if "dtype" in key} == dict.fromkeys(said or ["torch_dtype"], "float32")
+        assert AutoConfig.from_pretrained(tmp_path / f"{number}").dtype == torch.float32
+
+
+def test_a_dtype_is_set_in_the_text_config_and_its_parts_and_not_in_a_tower(tmp_path: Path) -> None:
+    both = {"dtype": "bfloat16", "torch_dtype": "float16"}
+    config = {
+        "torch_dtype": "float16",
+        "text_config": both | {"part": both, "vocabulary": {"dtype": 7}, "sizes": [1]},
+        "vision_config": both,
+    }
+    source = Companions({"config.json": json.dumps(config).encode()})
+    made = config_of_values(source, {}, {"weight": TensorSpec((2, 2), DType.float32)})
+    now = dict.fromkeys(both, "float32")
+    text = now | {"part": now, "vocabulary": {"dtype": 7}, "sizes": [1]}
+    assert made == {"torch_dtype": "float32", "text_config": text, "vision_config": both}
 
 
 def test_text_that_is_no_unicode_is_written_with_escapes(tmp_path: Path) -> None:

@@ -256,6 +256,13 @@ def test_pickles_come_only_where_there_is_nothing_else() -> None:
     )
 
 
+def test_named_chat_templates_come_and_nothing_else_of_their_folder_or_of_others() -> None:
+    folder = "additional_chat_templates"
+    others = [f"{folder}/README.md", f"{folder}/deeper/rag.jinja", f"{folder}/config.json", "other/rag.jinja"]
+    names = ["model.safetensors", f"{folder}/tool_use.jinja"]
+    assert needed([*names, *others], "") == names
+
+
 def test_a_path_that_is_there_wins_and_one_in_a_folder_that_is_there_is_no_name(tmp_path: Path) -> None:
     assert HubName.read("org/model@v1.0") == HubName("org/model", "v1.0")
     assert HubName.read("org/model@refs/pr/3") == HubName("org/model", "refs/pr/3")

@@ -18,9 +18,9 @@ from precisionctl.param import Layout, TensorSpec
 
 @dataclass(frozen=True)
 class Companions:
-    """Files that belong to a model but hold none of its tensors, as bytes by file name: config.json, generation config,
-    tokenizer, chat template, licence. `code` are the Python files among them that `auto_map` names; `notes` tell the
-    user of files that are not copied. `directory` is where they were read from."""
+    """Files that belong to a model but hold none of its tensors, as bytes by their path in its directory, with slashes:
+    config.json, generation config, tokenizer, chat templates, licence. `code` are the Python files among them that
+    `auto_map` names; `notes` tell the user of files that are not copied. `directory` is where they were read from."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     code: tuple[str, ...] = ()

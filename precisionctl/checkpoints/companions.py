@@ -10,17 +10,28 @@ from typing import Any, Literal
 
 from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.fp8 import sidecar
 from precisionctl.sizes import listed
-from precisionctl.untrusted.safe_files import read_file, read_files
+from precisionctl.untrusted.safe_files import check_link, read_file, read_files
 
 
 @dataclass(frozen=True)
 class CompanionKind:
-    """A kind of file, by patterns of its name: what happens to it, and why."""
+    """A kind of file, by patterns of its name (in upper case for names in `any_case`): what happens to it, and why."""
 
     patterns: tuple[str, ...]
     fate: Literal["travels", "made anew", "stays"]
     reason: str
+    any_case: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a file of this name is of this kind."""
+        return any(fnmatchcase(name.upper() if self.any_case else name, pattern) for pattern in self.patterns)
+
+
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps the chat templates that have names, such as `tool_use` (utils/hub.py,
+CHAT_TEMPLATE_DIR). It reads only `*.jinja` directly in it."""
 
 
 CONFIG = CompanionKind(
@@ -29,10 +40,14 @@ CONFIG = CompanionKind(
 TOKENIZER = CompanionKind(
     (
         *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-        *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
+        *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model"),
+        *("tiktoken.model", "*.tiktoken", "tekken.json"),
     ),
     "travels",
     "the tokenizer",
+)
+CHAT_TEMPLATE = CompanionKind(
+    ("chat_template*", f"{TEMPLATES}/*.jinja"), "travels", "how a conversation becomes tokens"
 )
 KINDS = (
     CompanionKind(
@@ -44,19 +59,20 @@ KINDS = (
     TOKENIZER,
     CompanionKind(("generation_config.json",), "travels", "how the model is sampled from"),
     CompanionKind(("configuration.json",), "travels", "what ModelScope's client looks for"),
-    CompanionKind(("chat_template*",), "travels", "how a conversation becomes tokens"),
+    CHAT_TEMPLATE,
     CompanionKind(
         ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
         "travels",
         "how images and sound become inputs; engines look for them",
     ),
     CompanionKind(
-        ("LICENSE*", "LICENCE*", "License*", "NOTICE*", "Notice*", "COPYING*", "MODEL_LICENSE*", "USE_POLICY*"),
-        "travels",
-        "the terms on which the model may be passed on",
+        ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
     ),
     CompanionKind(
-        ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
+        ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "MODEL_LICENSE*", "USE_POLICY*"),
+        "travels",
+        "the terms on which the model may be passed on; also in lower case",
+        any_case=True,
     ),
     CompanionKind(
         ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
@@ -80,8 +96,8 @@ KINDS = (
     ),
     CompanionKind((".*",), "stays", "what Git and the Hub's client keep for themselves"),
 )
-"""The first whose pattern fits decides. A file that fits none stays behind, and the command says so; folders stay
-behind silently."""
+"""The first whose pattern fits decides. A file that fits none stays behind, and the command says so; so does every
+folder whose name has no leading dot, except TEMPLATES and our own."""
 
 _NAMING_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _CLASS = re.compile(r"[A-Za-z_][\w-]*\.\w+")
@@ -93,8 +109,8 @@ _MAX_CODE_BYTES = 4_000_000
 
 
 def kind_of(name: str) -> CompanionKind | None:
-    """The kind of a file, by its name; None if it is not known."""
-    return next((kind for kind in KINDS if any(fnmatchcase(name, pattern) for pattern in kind.patterns)), None)
+    """The kind of a file, by its name, in TEMPLATES with that of the folder; None if it is not known."""
+    return next((kind for kind in KINDS if kind.has(name)), None)
 
 
 def is_tokenizer(name: str) -> bool:
@@ -130,24 +146,32 @@ def read_companions(directory: Path) -> Companions:
     Raises DamagedCheckpoint for a link to elsewhere (except those of the hub's cache), for something that is not a
     file, and for files that are too large to hold in memory.
     """
-    paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    there = [path for path in paths if path.suffix or not path.is_dir()]  # not folders such as `tokenizer/`
-    kinds = {path.name: kind_of(path.name) for path in there}
-    travelling = [path for path in there if (kind := kinds[path.name]) and kind.fate == "travels"]
+    there = {path.name: path for path in sorted(directory.iterdir())} if directory.is_dir() else {}
+    there.pop(sidecar.RELATIVE.parent.name, None)
+    if TEMPLATES in there and there[TEMPLATES].is_dir():
+        check_link(there[TEMPLATES], directory)
+        there |= {f"{TEMPLATES}/{path.name}": path for path in sorted(there.pop(TEMPLATES).iterdir())}
+    travelling, left = list[Path](), list[str]()
+    for name, path in there.items():
+        kind, is_folder = kind_of(name), path.is_dir()
+        if kind and kind.fate == "travels" and (path.suffix or not is_folder):  # not folders such as `tokenizer/`
+            travelling.append(path)
+        elif kind is None or (is_folder and not name.startswith(".")):
+            left.append(f"{name}/" if is_folder else name)
     files = read_files(travelling, directory)
-    code = _Code(directory, set(kinds))
+    code = _Code(directory, set(there))
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
-    unknown = [path.name for path in there if kinds[path.name] is None and not path.is_dir()]
-    notes = [f"Left behind, because nothing here knows what it is: {listed(unknown)}."] if unknown else []
+    notes = [f"Left behind, because nothing here knows what it is: {', '.join(left)}."] if left else []
     return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes), directory)
 
 
 def write_companions(directory: Path, companions: Companions) -> None:
     """Write the files into a directory, which is created if there are any."""
     for name, content in companions.files.items():
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(content)
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -339,15 +340,16 @@ def _first_bytes(url: str, count: int) -> bytes:
 def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list[str]:
     """The files of a repository that a checkpoint is read from.
 
-    These are weights (safetensors; pickles only if there are none), configs, tokenizer, licence, and our own FP8 state.
-    Code and other files in folders are left out. Without `weights`, only the files beside the weights. Raises
-    CheckpointError if there are no weights in one of these formats.
+    These are weights (safetensors; pickles only if there are none), configs, tokenizer, chat templates, licence, and
+    our own FP8 state. Code and other files in folders are left out. Without `weights`, only the files beside the
+    weights. Raises CheckpointError if there are no weights in one of these formats.
     """
-    from precisionctl.checkpoints.companions import kind_of  # takes NumPy with it, which `--help` does without
+    from precisionctl.checkpoints.companions import TEMPLATES, kind_of  # takes NumPy with it: `--help` does without
 
     top = [name for name in names if "/" not in name]
     kinds_of = {name: kind_of(name) for name in top}
     beside = [name for name, kind in kinds_of.items() if name.endswith(".json") or (kind and kind.fate == "travels")]
+    beside += [name for name in names if fnmatchcase(name, f"{TEMPLATES}/*.jinja") and name.count("/") == 1]
     if not weights:
         return beside
     stored = [name for name in top if name.endswith(".safetensors")]

@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints import encodings_file, numbered_optimizer
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
-from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json
+from precisionctl.checkpoints.companions import needed, parse_json, read_companions, to_json, write_companions
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
@@ -240,8 +240,8 @@ class HuggingFaceWriter:
         return self._files.chunks(name)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        for name, data in {**self.companions.files, **self.extra_files}.items():
-            (self.directory / name).write_bytes(data)
+        files = {**self.companions.files, **self.extra_files}
+        write_companions(self.directory, replace(self.companions, files=files))
         config = config_of_values(self.companions, self.config, self.specs)
         text = config.get("text_config")
         said = text if isinstance(text, dict) else config  # `self.config` is of the text model alone
@@ -260,13 +260,22 @@ def config_of_values(
 ) -> dict[str, Any]:
     """The config.json of a result whose tensors are values: that of the companions, else `config`, with its dtype."""
     found: dict[str, Any] = json.loads(companions.files.get("config.json", b"null")) or dict(config)
+    text = found["text_config"] if isinstance(found.get("text_config"), dict) else {}
     for key in ("quantization_config", OLDER_KEY):
         found.pop(key, None)
-    if isinstance(found.get("text_config"), dict):
-        found["text_config"].pop("quantization_config", None)
+    text.pop("quantization_config", None)
     found.pop("transformers_weights", None)  # the files have other names
-    found["dtype" if "dtype" in found else "torch_dtype"] = config_dtype(specs)
+    if not any(key in found for key in _DTYPE_KEYS):
+        found["torch_dtype"] = None
+    for part in (found, text, *(each for each in text.values() if isinstance(each, dict))):
+        said = (key for key in _DTYPE_KEYS if not isinstance(part.get(key, 0), int))  # a map of tokens has numbers
+        part |= dict.fromkeys(said, config_dtype(specs))
     return found
+
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""The dtype of the weights, as transformers 5 writes it and as older ones did. Programs read one or the other, so both
+say the same. Towers keep theirs, as their tensors do."""
 
 
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:

@@ -40,16 +40,16 @@ def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
 
 
 def read_files(paths: Iterable[Path], directory: Path) -> dict[str, bytes]:
-    """The bytes of several files, by name. Raises as `read_file`, and DamagedCheckpoint if they have more than
-    `LARGEST` bytes together."""
+    """The bytes of several files, by their paths in the directory, with slashes. Raises as `read_file`, and
+    DamagedCheckpoint if they have more than `LARGEST` bytes together."""
     found: dict[str, bytes] = {}
     left = LARGEST
     for path in paths:
         if has_file(path, directory) and path.stat().st_size > left:
             what = f"with the files before it larger than {size(LARGEST)}, as no model's are"
             raise DamagedCheckpoint(what, where=path, do="Is the copy whole? Remove files that do not belong to it.")
-        found[path.name] = read_file(path, directory)
-        left -= len(found[path.name])
+        content = found[path.relative_to(directory).as_posix()] = read_file(path, directory)
+        left -= len(content)
     return found
 
 

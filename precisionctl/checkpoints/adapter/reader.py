@@ -21,7 +21,7 @@ from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
 from precisionctl.checkpoints.base import Companions, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
-from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of, read_companions
+from precisionctl.checkpoints.companions import CHAT_TEMPLATE, TOKENIZER, is_tokenizer, kind_of, read_companions
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
@@ -352,7 +352,7 @@ def _weights_file(path: Path) -> Path:
 
 def _of_text(name: str) -> bool:
     """Whether a file says how text becomes tokens."""
-    return kind_of(name) is TOKENIZER or name.startswith("chat_template")
+    return kind_of(name) in (CHAT_TEMPLATE, TOKENIZER)
 
 
 def _twice(target: str, name: str) -> DamagedCheckpoint:
