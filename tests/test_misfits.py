@@ -10,10 +10,16 @@ import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import PrecisionError
+from precisionctl.verify.engine_rules import check
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+
+OF_64: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4}
+"""Heads of 64 channels: in a block of rows are two, which vLLM moves apart."""
 
 
 def refused(source: Path, out: Path, target: str, scheme: str, **more: Any) -> str:
@@ -34,6 +40,8 @@ CASES = {
         True,
     ),
     "blocks": (("llama-3", "vllm", "block", {"intermediate_size": 160}), ["static", "dynamic", "mxfp8"], True),
+    "blocks across heads of BLOOM": (("bloom", "vllm", "block", OF_64), ["dynamic", "mxfp8"], True),
+    "one number for all of BLOOM's heads": (("bloom", "vllm", "w4a16", OF_64), ["mxfp4", "dynamic", "mxfp8"], True),
     "none that fits": (("llama-3", "vllm", "block", {"hidden_size": 100, "intermediate_size": 100}), [], False),
 }
 
@@ -76,3 +84,19 @@ def test_experts_whose_activation_transformers_does_not_find_on_a_gpu_are_no_blo
     said = refused(tmp_path / "source", tmp_path / "out", "transformers", "block")
     assert "transformers does not load experts of fp8 with block" in said and "hidden_act" in said
     FP8Experts(pico.make("qwen3-moe").config, block_size=(128, 128))
+
+
+@pytest.mark.parametrize(("family", "whole"), [("bloom", 1), ("falcon-40b", 1), ("bloom", 2), ("falcon-40b", 2)])
+def test_blocks_across_heads_that_vllm_moves_are_refused_and_found_in_others_exports(
+    tmp_path: Path, family: str, whole: int
+) -> None:
+    sizes = {"hidden_size": 256 * whole, "num_attention_heads": 4, "ffn_hidden_size": 1024}
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **sizes)
+    conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "sglang", "sglang", "block"), workers=1)
+    found = check(open_checkpoint(tmp_path / "sglang"), engine_named("vllm"))
+    if whole == 2:  # heads of 128
+        assert not found
+        conversions.carry_out(Request.export(tmp_path / "hf", tmp_path / "vllm", "vllm", "block"), workers=1)
+        return
+    assert found and all("heads of 64 rows" in finding.what and finding.rule.fatal for finding in found)
+    assert "heads of 64 rows" in refused(tmp_path / "hf", tmp_path / "vllm", "vllm", "block")

@@ -77,7 +77,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         source.states,
         form,
         precision,
-        partial(engine.refusal, block=SCHEMES[scheme].block, served=layout, method=form.method.name),
+        misfits.refusal,
         advice=misfits.advice,
         keep_refused=keep_misfits,
         why_no_state=known.why_none,

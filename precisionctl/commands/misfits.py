@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from precisionctl.engines.base import Engine
@@ -11,6 +10,7 @@ from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError
 from precisionctl.export.encode import WeightFormat, fp8_jobs
 from precisionctl.export.schemes import schemes_of
+from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
@@ -31,6 +31,13 @@ class Misfits:
     def jobs(self) -> list[Job]:
         """Those whose weights become codes if all fit."""
         return fp8_jobs(self.plan, self.precision)
+
+    def refusal(self, name: str, spec: TensorSpec) -> str | None:
+        """Why the engine does not take a weight of this shape as codes, in words; None if it does."""
+        method, scheme = self.form.method, self.form.scheme
+        refused = self.engine.refusal(name, spec, SCHEMES[scheme].block, self.layout, method.name)
+        moved = self.engine.check_moved(name, spec, method.scales(name, spec, scheme), self.layout)
+        return refused or (moved.what if moved else None)
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
         """Raise PrecisionError if the engine does not load experts among the weights of these jobs as codes, or loses
@@ -70,10 +77,9 @@ class Misfits:
     def _fits(self, scheme: Scheme) -> bool:
         form = replace(self.form, method=quant_methods()[self.engine.spells[scheme]], scheme=scheme)
         names, method = [name for job in self.jobs for name in job.weights], form.method.name
-        refusal = partial(self.engine.refusal, block=SCHEMES[scheme].block, served=self.layout, method=method)
         return not (
             self.engine.check_experts(names, method, scheme, self.plan.model.architecture)
-            or any(refusal(name, self.plan.targets[name]) for name in names)
+            or any(replace(self, form=form).refusal(name, self.plan.targets[name]) for name in names)
             or self._loses(form, names)
         )
 

@@ -31,7 +31,7 @@ from precisionctl.engines.code_rules import (
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignore_lists import IgnoreList, in_time
 from precisionctl.engines.joined_tensors import wrongly_joined
-from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, ExpertsAsValues, Unquantized
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, ExpertsAsValues, RowsMoved, Unquantized
 from precisionctl.engines.names_in_memory import possible, renamed
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
@@ -45,6 +45,7 @@ from precisionctl.quant_methods.base import (
     Block,
     Quantization,
     QuantMethod,
+    Scales,
     Scheme,
     form_in_words,
     kind_of,
@@ -85,7 +86,7 @@ class Engine:
     `blocks_alone` are the models, by `model_type`, of which it loads no codes but blocks of `quant_method: fp8`, and
     the linears that must be such codes; `expert_dtype` those whose experts may be MXFP4 beside such blocks, and by what
     it knows (None: by their tensors). `experts_as_values` are those whose experts it does not load as codes of a
-    quant method that it loads for others.
+    quant method that it loads for others. `moves` are those, by `model_type`, of which it moves rows as it loads them.
 
     How it computes: `fuses` are the linears of one input that it computes as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -141,6 +142,7 @@ class Engine:
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     expert_dtype: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
     experts_as_values: Mapping[str, ExpertsAsValues] = field(default_factory=dict)
+    moves: Mapping[object, RowsMoved] = field(default_factory=dict)
 
     def serve(self, path: object, ranks: int, *, expert_parallel: bool = False, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
@@ -218,6 +220,7 @@ class Engine:
             *wrong_scales(found, self.scales),
             *broken(scales_of_no_use, _USABLE, found),
             *(finding for finding in shapes if finding),
+            *(moved for name in codes if (moved := self.check_moved(name, specs[name], scales[name], served))),
             *served.unknown(codes),
             *self.check_groups(served),
             *wrongly_ignored(
@@ -277,6 +280,12 @@ class Engine:
         if method in self.decodes and block[0] not in (None, 1):
             return None  # it pads a weight that ends within a block
         return served.refusal(name, spec, block, self.ragged, aligned=method not in self.decodes)
+
+    def check_moved(self, name: str, spec: TensorSpec, scales: Scales, served: ServingLayout) -> Finding | None:
+        """That the engine cannot move the rows of a weight together with their scales as it loads it, as a finding;
+        None where it can, or does not move them."""
+        moved = self.moves.get(served.model_type)
+        return moved.check(name, spec, scales, served) if moved else None
 
     def _is_unquantized(self, config: Mapping[str, Any], method: str) -> Callable[[str], bool | None]:
         """Whether a module, by its name in memory, is never quantized; None where its method and its list say it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
@@ -57,6 +58,36 @@ class BlocksAlone:
         for name in filter(self.concerns, scales):
             if bool((torch.frexp(read(scales[name].weight).float()).mantissa != 0.5).any()):
                 yield Finding(name, "scales that are no powers of two", self.rule)
+
+
+@dataclass(frozen=True)
+class RowsMoved:
+    """A model that stores queries, keys and values head by head in one linear (`linear`), and whose rows an engine puts
+    in another order as it loads them, by a `rule`: those of the weight and of its tables of scales, or of `all` tensors
+    beside it, also those of one number."""
+
+    linear: str
+    all: bool
+    rule: EngineRule
+
+    def check(self, name: str, spec: TensorSpec, scales: Scales, served: ServingLayout) -> Finding | None:
+        """That the rows of a weight with these scales cannot be moved, as a finding; None where they can, or where it
+        is another linear's."""
+        if not name.endswith(f".{self.linear}.weight") or not served.heads:
+            return None
+        heads, groups, _ = served.heads[0]
+        of_head, high = spec.rows // (heads + 2 * groups), scales.block[0]
+        numbers = [scales.global_scale, scales.shape, scales.input, scales.input_zero_point]
+        if high == spec.rows:
+            numbers = [scales.weight, *numbers]
+        elif of_head % high:
+            what = f"shape {list(spec.shape)}, whose heads of {of_head} rows are no whole blocks of {high}"
+            return Finding(name, what, self.rule)
+        alone = next((number for number in numbers if number), None) if self.all else None
+        if alone is None:
+            return None
+        what = f"shape {list(spec.shape)}, whose `{alone.rpartition('.')[2]}` cannot be divided by heads"
+        return Finding(name, what, self.rule)
 
 
 @dataclass(frozen=True)

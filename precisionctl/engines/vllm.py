@@ -28,7 +28,14 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, ExpertDtype, Unquantized
+from precisionctl.engines.model_rules import (
+    FIRST_EXPERT,
+    ROUTERS_AND_GATES,
+    BlocksAlone,
+    ExpertDtype,
+    RowsMoved,
+    Unquantized,
+)
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
@@ -133,6 +140,24 @@ ENGINE = Engine(
             EngineRule(
                 "expert_dtype says what experts are; a missing one means fp4",
                 "vLLM models/deepseek_v4/quant_config.py DeepseekV4FP8Config.expert_dtype",
+            ),
+        ),
+    },
+    moves={
+        "bloom": RowsMoved(
+            "query_key_value",
+            True,
+            EngineRule(
+                "it divides all that is stored of the linear by heads, and puts those of queries first",
+                "vLLM 0.33 models/bloom.py BloomModel._repack_qkv",
+            ),
+        ),
+        "falcon": RowsMoved(
+            "query_key_value",
+            False,
+            EngineRule(
+                "it divides the linear and its scales by heads, and puts those of queries first",
+                "vLLM 0.33 models/falcon.py FalconModel.load_weights",
             ),
         ),
     },

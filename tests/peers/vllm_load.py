@@ -83,7 +83,7 @@ def load(directory: str, out: str) -> None:
     assert not silent, f"vLLM was given nothing for {silent}"
     tensors = {name: parameters[name].detach().contiguous() for name in loaded if name in parameters}
     caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
-    fused = json.dumps(model.packed_modules_mapping)
+    fused = json.dumps(getattr(model, "packed_modules_mapping", {}))
     told = {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches)), "fused": fused}
     save_file(tensors, out, told)
 
