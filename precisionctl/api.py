@@ -140,7 +140,8 @@ def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel:
 
     If a finding's `rule.fatal` is true, the engine refuses the directory or computes wrong results. The engine runs on
     `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for `te` on
-    several GPUs, and for `expert_parallel` on one; UnknownFormat for anything but a Hugging Face directory."""
+    several GPUs, for `expert_parallel` on one, and for codes that there are no rules for; UnknownFormat for anything
+    but a Hugging Face directory."""
     return [*check_reader(open_reader(Path(path)), target, ranks, expert_parallel=expert_parallel).findings]
 
 

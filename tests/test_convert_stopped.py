@@ -335,7 +335,7 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
 def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
-    with pytest.raises(OutputError, match="changed while it was read"):
+    with pytest.raises(OutputError, match="changed after it was opened"):
         execute(work, on_bytes=lambda count: os.utime(tmp_path / "hf" / "model.safetensors"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(OutputError, match="source that has changed"):
@@ -351,7 +351,7 @@ def test_a_source_that_has_changed_since_it_was_opened_is_not_read(tmp_path: Pat
     work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     os.utime(tmp_path / "hf" / "model.safetensors")
     for restart in (False, True):
-        with pytest.raises(OutputError, match="changed while it was read"):
+        with pytest.raises(OutputError, match="changed after it was opened"):
             execute(work, restart=restart)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

@@ -567,7 +567,7 @@ def test_experts_of_models_whose_activation_transformers_does_not_find_are_no_co
     for config in ({"model_type": model_type}, {"model_type": "wrapper", "text_config": {"model_type": model_type}}):
         config |= {"quantization_config": made.quantization}
         found = ENGINES["transformers"].check(config, made.specs, lambda name: torch.ones(1))
-        assert ["without hidden_act" in finding.what for finding in found] == [True] * (model_type != "qwen3_moe")
+        assert ["config for hidden_act" in finding.what for finding in found] == [True] * (model_type != "qwen3_moe")
 
 
 RAGGED = {  # a linear and its rows and columns, by how many GPUs; who refuses it

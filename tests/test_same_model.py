@@ -159,7 +159,7 @@ def test_arguments_that_nothing_takes_back_are_refused_beside_a_trusted_referenc
     converted: Path, tmp_path: Path, way: str
 ) -> None:
     source = _with_arguments(converted, tmp_path / "megatron", lambda args: args.update(CONTRADICTIONS[way]))
-    with pytest.raises(DamagedCheckpoint, match="trust-reference does not help"):
+    with pytest.raises(DamagedCheckpoint, match="trust-reference cannot take back"):
         plan_command(Request(source, tmp_path / "out", "hf", reference=converted / "hf", trust_reference=True))
 
 

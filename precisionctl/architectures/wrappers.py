@@ -295,7 +295,8 @@ class WrappedArchitecture(Architecture):
 
     def _in_memory(self, name: str) -> str:
         assert self.wrapper is not None, "made by `wrapped`"
-        for here, there in zip((self.wrapper.body, self.wrapper.head), IN_MEMORY, strict=True):
+        in_memory = WRAPPERS[self.wrapper.model_type].in_memory
+        for here, there in zip((self.wrapper.body, self.wrapper.head), in_memory, strict=True):
             if name.startswith(here):
                 return there + name.removeprefix(here)
         return name

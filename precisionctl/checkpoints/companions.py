@@ -151,18 +151,21 @@ def read_companions(directory: Path) -> Companions:
     if TEMPLATES in there and there[TEMPLATES].is_dir():
         check_link(there[TEMPLATES], directory)
         there |= {f"{TEMPLATES}/{path.name}": path for path in sorted(there.pop(TEMPLATES).iterdir())}
-    travelling, left = list[Path](), list[str]()
+    travelling, left, folders = list[Path](), list[str](), list[str]()
     for name, path in there.items():
         kind, is_folder = kind_of(name), path.is_dir()
         if kind and kind.fate == "travels" and (path.suffix or not is_folder):  # not folders such as `tokenizer/`
             travelling.append(path)
-        elif kind is None or (is_folder and not name.startswith(".")):
-            left.append(f"{name}/" if is_folder else name)
+        elif is_folder and not name.startswith("."):
+            folders.append(f"{name}/")
+        elif kind is None:
+            left.append(name)
     files = read_files(travelling, directory)
     code = _Code(directory, set(there))
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
     notes = [f"Left behind, because nothing here knows what it is: {', '.join(left)}."] if left else []
+    notes += [f"Folders are left behind: {', '.join(folders)}."] if folders else []
     return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes), directory)
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -344,12 +343,12 @@ def needed(names: Sequence[str], where: object, *, weights: bool = True) -> list
     our own FP8 state. Code and other files in folders are left out. Without `weights`, only the files beside the
     weights. Raises CheckpointError if there are no weights in one of these formats.
     """
-    from precisionctl.checkpoints.companions import TEMPLATES, kind_of  # takes NumPy with it: `--help` does without
+    from precisionctl.checkpoints.companions import CHAT_TEMPLATE, kind_of  # takes NumPy with it: `--help` does without
 
     top = [name for name in names if "/" not in name]
     kinds_of = {name: kind_of(name) for name in top}
     beside = [name for name, kind in kinds_of.items() if name.endswith(".json") or (kind and kind.fate == "travels")]
-    beside += [name for name in names if fnmatchcase(name, f"{TEMPLATES}/*.jinja") and name.count("/") == 1]
+    beside += [name for name in names if name.count("/") == 1 and kind_of(name) is CHAT_TEMPLATE]
     if not weights:
         return beside
     stored = [name for name in top if name.endswith(".safetensors")]

@@ -136,11 +136,15 @@ def execute(
 
 def _check_source(command: PlannedCommand) -> None:
     """Raise OutputError if the source is no longer what was planned from."""
-    if fingerprints(command.reader.files) != command.files:
+    try:
+        same = fingerprints(command.reader.files) == command.files
+    except FileNotFoundError:
+        same = False
+    if not same:
         raise OutputError(
-            "the source changed while it was read",
+            "the source changed after it was opened",
             where=command.reader.path or "",
-            do="Wait until nothing writes to it, and run the same command with --restart.",
+            do="Wait until nothing writes to it, and run the same command again.",
         )
 
 

@@ -202,7 +202,7 @@ class Engine:
             what = next(
                 (form_in_words(each.form, each.scales.input is not None) for each in forms), _in_words(unread[0])
             )
-            rule = self._loads(method.name, self.reads) if method.name in self.reads else self.quantisation
+            rule = self._loads(method.name, self.reads[method.name]) if method.name in self.reads else self.quantisation
             return [Finding("config.json", f"{method.name} with {what}", rule)]
         found = QuantizedDirectory(
             model_type, quantization, method.name, scheme, method.spelling, specs, scales, kinds, read, hf_quant_config
@@ -300,18 +300,19 @@ class Engine:
         known = FOUR_BITS.get(scheme, scheme)
         read = known in self.reads_experts.get(method, ())
         values = self.experts_as_values.get(method)
-        what, rule = f"experts of {method} with {_in_words(known)}", self._loads(method, self.reads_experts)
+        what = f"experts of {method} with {_in_words(known)}"
+        rule = self._loads(f"experts of {method}", self.reads_experts.get(method, ()))
         if read:
             if values is None or model_type not in values.models:
                 return []
-            what, rule = f"{what}, without {values.lacking} in config.json", values.rule
+            what, rule = f"{what}, which ask this model's config for {values.asked}", values.rule
         return [Finding(name, what, rule) for name in names if EXPERT.fullmatch(name)][:1]
 
-    def _loads(self, method: str, reads: Mapping[str, tuple[str, ...]]) -> EngineRule:
-        """That of a quant method it loads the schemes that it `reads`, and no others."""
+    def _loads(self, what: str, reads: Sequence[str]) -> EngineRule:
+        """That of this it loads the schemes that it `reads`, and no others."""
         text = (
-            f"of {method} it loads {', '.join(reads.get(method, ())) or 'none'}; `convert --to hf` makes values of "
-            f"others, and `export-inference --target {self.name}` codes that it loads"
+            f"of {what} it loads {', '.join(reads) or 'none'}; `convert --to hf` makes values of others, and "
+            f"`export-inference --target {self.name}` codes that it loads"
         )
         return EngineRule(text, self.quantisation.source)
 

@@ -92,11 +92,11 @@ class RowsMoved:
 
 @dataclass(frozen=True)
 class ExpertsAsValues:
-    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`, as
-    their config.json lacks a key."""
+    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`: as
+    codes they ask the config for a key, `asked`, that theirs does not have."""
 
     models: Sequence[str]
-    lacking: str
+    asked: str
     rule: EngineRule
 
 

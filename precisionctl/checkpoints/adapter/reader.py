@@ -157,6 +157,7 @@ class AdapterReader:
             self.replaced[target] = name
         stacks: dict[str, list[str]] = {}
         tied: Mapping[str, str] = {}
+        heads: dict[str, str] = {}
         if self._config.ensure_weight_tying:
             check_known(self.base.model, (f"{module}.weight" for module in modules))
             tied = self._tied
@@ -164,6 +165,7 @@ class AdapterReader:
             target = _NESTED.sub("", module)
             weight = in_file.get(f"{target}.weight", f"{target}.weight")
             if weight in tied:
+                heads[weight] = module
                 continue
             if weight in self.changes:
                 raise _twice(weight, module)
@@ -175,12 +177,11 @@ class AdapterReader:
                 self.changes[weight] = self._change(module, modules[module], weight)
             else:
                 stacks.setdefault(target, []).append(module)
-        for weight in tied:
-            if (module := weight.removesuffix(".weight")) in modules:
-                a, b = self._pair(module, modules[module], _LINEAR)
-                head = LowRank(a, b, self._config.scale(module, self._rank(a, b, 1)))
-                check_same_change(head, self.changes.get(tied[weight]), self._stored)
-                self.changes[weight] = self.changes[tied[weight]]
+        for weight, module in heads.items():
+            a, b = self._pair(module, modules[module], _LINEAR)
+            head = LowRank(a, b, self._config.scale(module, self._rank(a, b, 1)))
+            check_same_change(head, self.changes.get(tied[weight]), self._stored)
+            self.changes[weight] = self.changes[tied[weight]]
         for target, levels in stacks.items():
             found = self._of_experts(target, {level: modules[level] for level in levels})
             if both := self.changes.keys() & found.keys():

@@ -75,7 +75,7 @@ def model_of(
     if found := contradictions(model, by_args):
         do = f"By which did it train? If by the arguments, remove config.json. If by config.json: {TRUST_REFERENCE}"
         if trusted:
-            do = "--trust-reference does not help: a model without such a thing has no argument that says so."
+            do = "--trust-reference cannot take back what no argument switches off. Give the run's own config.json."
         raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
 
