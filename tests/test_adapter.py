@@ -113,6 +113,26 @@ def test_so_is_one_of_a_wrappers_text_model_by_either_name(tmp_path: Path, kind:
         assert [name for name in before if not torch.equal(merged[name], before[name])] == [f"{body}.{module}.weight"]
 
 
+def test_a_wrappers_tied_head_has_the_change_of_its_embedding(tmp_path: Path) -> None:
+    """Files have the head as `language_model.lm_head`."""
+    tiny_wrappers.save(tmp_path / "base", "mistral3", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    embedding = "language_model.model.embed_tokens.weight"
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    before = tensors[embedding]
+    a, b = random(4, len(before)), random(before.shape[1], 4)
+    body = "model.language_model.embed_tokens"
+    made = {f"{body}.lora_embedding_A": a, f"{body}.lora_embedding_B": b}
+    made |= {"lm_head.lora_A.weight": b.t(), "lm_head.lora_B.weight": a.t()}
+    settings = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    merged = merge(tmp_path / "base", tmp_path / "out", made, **settings)
+    assert torch.equal(merged[embedding], (before.float() + (b @ a).t() * 2.0).bfloat16())
+
+
 def test_megatron_gets_the_same_model(llama: Path, tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", {**linear(Q, 64, 64), **linear("model.layers.1.mlp.up_proj", 96, 64)})
     conversions.run(made, tmp_path / "hf", "hf", reference=llama)

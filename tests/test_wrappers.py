@@ -18,7 +18,7 @@ from tiny_wrappers import MISTRAL_4, WRAPPERS, stored, towers
 from training import make_text, run_with_kills, settings
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from precisionctl.architectures.families import from_hf_config, read_model
+from precisionctl.architectures.families import from_hf_config, read_model, table_of
 from precisionctl.architectures.wrappers import TEXT_MODELS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -64,6 +64,15 @@ def test_what_the_wrapper_does_not_heed_of_the_text_models_config_is_not_compute
     config["text_config"] |= text
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_text_is_computed(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("mistral3", "qwen2_vl", "smolvlm") if kind in WRAPPERS])
+def test_names_in_memory_are_those_that_the_class_has(kind: str, tmp_path: Path) -> None:
+    theirs, reader = tiny_wrappers.save(tmp_path, kind), open_checkpoint(tmp_path)
+    names = table_of(reader.model).in_memory(reader.specs, reader.model)
+    stored_so = {called for name, called in names.items() if name in reader.specs}
+    assert stored_so <= theirs.state_dict().keys()
+    assert bool(stored_so) == (kind != "smolvlm")  # which is published by them
 
 
 @pytest.mark.parametrize("place", ["wrapper", "text"])
