@@ -6,15 +6,16 @@ from pathlib import Path
 import pico
 import pytest
 import torch
-from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from compressed_tensors.quantization.utils import calculate_qparams
+from installed import judge
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.engines.base import engine_named
 from precisionctl.verify.engine_rules import check
+
+compressors = judge("compressed_tensors.compressors")
+quantization = judge("compressed_tensors.quantization")
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PARTS = {
@@ -29,16 +30,20 @@ def written(directory: Path, arguments: dict, part: tuple[int, int]) -> None:
     """A Llama whose linears compressed-tensors has made FP8 codes of; of scales, BF16."""
     model = pico.make("llama-3", dtype=torch.bfloat16)
     group = {"targets": ["Linear"], "weights": FP8 | arguments}
-    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"], format="float-quantized")
-    apply_quantization_config(model, config)
+    config = quantization.QuantizationConfig(
+        config_groups={"group_0": group}, ignore=["lm_head"], format="float-quantized"
+    )
+    quantization.apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) and hasattr(module, "weight"):
             (rows, columns), (high, wide) = module.weight.shape, part
             whole = torch.nn.functional.pad(module.weight.data.float(), (0, -columns % wide, 0, -rows % high))
             parts = whole.unflatten(0, (-1, high)).unflatten(2, (-1, wide))
-            scale, _ = calculate_qparams(parts.amin((1, 3)), parts.amax((1, 3)), module.quantization_scheme.weights)
+            scale, _ = quantization.utils.calculate_qparams(
+                parts.amin((1, 3)), parts.amax((1, 3)), module.quantization_scheme.weights
+            )
             module.weight_scale.data = scale.bfloat16()
-    compressor = ModelCompressor.from_pretrained_model(model, quantization_format="float-quantized")
+    compressor = compressors.ModelCompressor.from_pretrained_model(model, quantization_format="float-quantized")
     compressor.compress_model(model)
     model.save_pretrained(directory)
     compressor.update_config(directory)
