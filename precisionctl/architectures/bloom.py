@@ -32,7 +32,6 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrangements import GAMMA
-from precisionctl.model_shape import ModelShape
 
 _EMBEDDING_NORM = (
     Row("transformer.word_embeddings_layernorm.weight", "embedding.layernorm.weight", ("hidden_size",), GAMMA),
@@ -48,17 +47,13 @@ _BODY = (
     ),
     *_EMBEDDING_NORM,
 )
-_SIZES = sizes("n_layer", "hidden_size", "n_head", inner="")  # which is always four times as much
+_SIZES = sizes("n_layer", "hidden_size", "n_head", inner=None)  # which is always four times as much
 _ABSENT = {"n_layer": 2, "hidden_size": 64, "n_head": 8}
 
 
 def _read_sizes(config: Config, where: object) -> Fields:
     older = {} if config.get("n_embed") is None else {"hidden_size": config["n_embed"]}
-    return _SIZES.read({**_ABSENT, **{key: each for key, each in config.items() if key}, **older}, where)
-
-
-def _write_sizes(model: ModelShape) -> Config:
-    return {key: each for key, each in _SIZES.write(model).items() if key}
+    return _SIZES.read({**_ABSENT, **config, **older}, where)
 
 
 ARCHITECTURE = Architecture(
@@ -66,7 +61,7 @@ ARCHITECTURE = Architecture(
     rows=(Either(_BODY, renamed(_BODY, {"transformer.": ""})), *OUTPUT),
     config=(
         Reworded(
-            Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _write_sizes),
+            Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _SIZES.write),
             {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
             published=False,
         ),

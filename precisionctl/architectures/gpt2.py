@@ -128,13 +128,14 @@ OF_LINEARS = tuple(
 """The same of models whose matrices are `[out, in]`, and `c_attn` as Megatron has it."""
 
 
-def sizes(number: str, hidden: str, heads: str, inner: str, absent: int | None = None) -> Rule:
+def sizes(number: str, hidden: str, heads: str, inner: str | None, absent: int | None = None) -> Rule:
     """The keys of layers, channels, heads, each with a key of its own, and an MLP's channels: four times as many where
-    null stands for them, which is also what stands for a key that is not there, but for `absent`."""
+    null stands for them, which is also what stands for a key that is not there, but for `absent`; and where the family
+    has no such key."""
 
     def read(config: Config, where: object) -> Fields:
         count, channels = size(config, heads, where), size(config, hidden, where)
-        width = config.get(inner, absent)
+        width = config.get(inner, absent) if inner else None
         return {
             "num_layers": layers(config, where, number),
             "hidden_size": channels,
@@ -148,11 +149,11 @@ def sizes(number: str, hidden: str, heads: str, inner: str, absent: int | None =
         return {
             number: model.num_layers,
             hidden: model.hidden_size,
-            inner: model.ffn_hidden_size,
+            **({inner: model.ffn_hidden_size} if inner else {}),
             heads: model.num_attention_heads,
         }
 
-    return Rule((number, hidden, heads, inner), read, write)
+    return Rule((number, hidden, heads, *([inner] if inner else [])), read, write)
 
 
 ACTIVATION = activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new")

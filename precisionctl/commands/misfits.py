@@ -1,5 +1,7 @@
 """Weights that an engine does not take in the format of an export, and what can be done about them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,15 +45,13 @@ class Misfits:
         """Raise PrecisionError if the engine does not load experts among the weights of these jobs as codes, or loses
         tensors that it joins with others beside these codes."""
         coded = [name for job in jobs for name in job.weights]
-        if found := self.engine.check_experts(
-            coded, self.form.method.name, self.form.scheme, self.plan.model.architecture
-        ):
+        if found := self._experts(coded):
             do = "Choose another scheme (`export-inference --scheme`)"
-            if not self._loses(self.form, ()):  # else the engine would lose them in BF16
+            if not self._loses(()):  # else the engine would lose them in BF16
                 do += ", or leave the experts in BF16: --exclude '*.experts.*'"
             what = f"{self.engine.title} does not load {found[0].what}"
             raise PrecisionError(what, where=found[0].where, do=f"{do}.")
-        if found := self._loses(self.form, coded):
+        if found := self._loses(coded):
             raise PrecisionError(
                 f"{self.engine.title} loses tensors that it joins with others as it loads them: {found[0].what}",
                 where=found[0].where,
@@ -62,7 +62,7 @@ class Misfits:
         """What to do if not all weights fit, and these jobs are left without those that do not."""
         others = " or ".join(self._schemes())
         others = others and f"--scheme {others}, which takes them, or "
-        if not left or self._loses(self.form, [name for job in left for name in job.weights]):  # in BF16, they would be
+        if not left or self._loses(name for job in left for name in job.weights):  # in BF16, they would be
             return f"`export-inference` has {others}--target, for another engine."
         return (
             f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
@@ -72,18 +72,27 @@ class Misfits:
     def _schemes(self) -> list[Scheme]:
         """The other schemes in which the engine takes all weights; those of four bits beside such a one alone."""
         bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
-        return [each for each in (*bits, *schemes_of(self.engine, self.plan, self.precision)) if self._fits(each)]
+        schemes = (*bits, *schemes_of(self.engine, self.plan, self.precision))
+        return [each for each in schemes if self._in(each)._all_fit()]
 
-    def _fits(self, scheme: Scheme) -> bool:
-        form = replace(self.form, method=quant_methods()[self.engine.spells[scheme]], scheme=scheme)
-        names, method = [name for job in self.jobs for name in job.weights], form.method.name
+    def _in(self, scheme: Scheme) -> Misfits:
+        """Those of the same export in another scheme."""
+        method = quant_methods()[self.engine.spells[scheme]]
+        return replace(self, form=replace(self.form, method=method, scheme=scheme))
+
+    def _all_fit(self) -> bool:
+        names = [name for job in self.jobs for name in job.weights]
         return not (
-            self.engine.check_experts(names, method, scheme, self.plan.model.architecture)
-            or any(replace(self, form=form).refusal(name, self.plan.targets[name]) for name in names)
-            or self._loses(form, names)
+            self._experts(names)
+            or any(self.refusal(name, self.plan.targets[name]) for name in names)
+            or self._loses(names)
         )
 
-    def _loses(self, form: WeightFormat, coded: Iterable[str]) -> list[Finding]:
+    def _experts(self, coded: Iterable[str]) -> list[Finding]:
+        return self.engine.check_experts(coded, self.form.method.name, self.form.scheme, self.plan.model.architecture)
+
+    def _loses(self, coded: Iterable[str]) -> list[Finding]:
+        form = self.form
         codes = {name: form.spelling.codes(self.plan.targets[name], form.scheme) for name in coded}
         quantization = form.spelling.config(form.scheme, ())
         return self.engine.check_joined(self.config, form.method, quantization, {**self.plan.targets, **codes})

@@ -4,7 +4,7 @@ Which format a weight has follows from its tensors. Of inputs there is no tensor
 where a config has formats that differ in these alone, its lists of modules decide, matched as vLLM matches them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.config_groups import Targets
@@ -23,11 +23,12 @@ class InputFormats:
         self._encodings = encodings
         quantization = method.read(encodings.quantization)
         self._by_target, self._all = quantization.by_target, quantization.formats
-        modules = {name.removesuffix(".weight") for name in encodings.weights}
-        self._first = {
-            "compressed-tensors": Targets(self._by_target, modules, fuses=True).of,
-            "quark": BY_GLOB.first(self._by_target),
-        }.get(method.name)
+        self._first: Callable[[str], str | None] | None = None
+        if method.name == "compressed-tensors":
+            modules = {name.removesuffix(".weight") for name in encodings.weights}
+            self._first = Targets(self._by_target, modules, fuses=True).of
+        elif method.name == "quark":
+            self._first = BY_GLOB.first(self._by_target)
 
     def of(self, names: Sequence[str]) -> InputFormat | None:
         """What the inputs of weights become that are computed as one; None where these stay as they are. Raises
