@@ -49,8 +49,14 @@ def used(model: ModelShape) -> dict[str, object]:
         fields = part.used() if (part := getattr(model, name)) else {}
         found |= {name: USED if fields else None, **fields}
     found["rope_scaling"] = _used_scaling(model.rope_scaling)
-    if not any(map(model.has_dense_mlp, range(model.num_layers))):
+    layers = range(model.num_layers)
+    if not any(map(model.has_dense_mlp, layers)):
         found["ffn_hidden_size"] = None
+        of_mlps = ("activation", "gated_linear_unit", "activation_clamp", "glu_offset")
+        found |= {} if found["moe"] else dict.fromkeys(of_mlps)
+    attends = model.mtp_num_layers or any(map(model.has_attention, layers))
+    if not attends:
+        found |= dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"))
     for name in ("mla", "dsa", "msa", "csa", "mhc", "mamba", "multipliers"):
         if part := getattr(model, name):
             found |= {name: USED, **{f"{name}.{field}": value for field, value in vars(part).items()}}
@@ -58,7 +64,7 @@ def used(model: ModelShape) -> dict[str, object]:
         found |= dict.fromkeys(("num_query_groups", "kv_channels", "v_head_dim"))
     elif model.query_pre_attn_scalar == model.kv_channels and not model.global_attention:
         found["query_pre_attn_scalar"] = None
-    windows = tuple(map(model.in_window, range(model.num_layers)))
+    windows = tuple(map(model.in_window, layers))
     if model.v_head_dim == model.kv_channels:
         found["v_head_dim"] = None
     own = model.global_attention if not all(windows) else None
@@ -84,7 +90,7 @@ def used(model: ModelShape) -> dict[str, object]:
         found["rope_layers"] = None
     if not model.gated_linear_unit:
         found |= dict.fromkeys(("activation_clamp", "glu_offset"))
-    if model.position_embedding != "rope" or not any(model.rope_layers or (True,)):
+    if not attends or model.position_embedding != "rope" or not any(model.rope_layers or (True,)):
         rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
         found |= dict.fromkeys(rotary)
     if model.position_embedding != "rope":

@@ -141,6 +141,8 @@ def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str,
 
 def _keys_by_layer(args: Mapping[str, Any]) -> bool:
     """Whether Megatron loads each layer under its own key although all are alike
-    (TransformerBlock.sharded_state_dict)."""
+    (TransformerBlock.sharded_state_dict; of hybrid models, MambaStack.sharded_state_dict)."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
-    return any(isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies)
+    return bool(args.get("is_hybrid_model")) or any(
+        isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies
+    )
