@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     # of fewer heads many scores are exactly 0, and which of these keys an indexer chooses is an accident of the length
     "deepseek-v4": ("deepseek-v4", {"index_n_heads": 16}),
     # before transformers 5.23 its norm had one group, whatever config.json said
-    **{name: (name, {"mamba_n_groups": 1}) for name in ("granite-hybrid", "granite-hybrid-dense") if BEFORE_5_23},
+    **{name: (name, pico.ONE_GROUP[name]) for name in pico.ONE_GROUP if BEFORE_5_23},
     "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama to be stretched": (
         "llama-2",

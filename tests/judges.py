@@ -41,11 +41,11 @@ CORE_LATER = (
 
 CORE_LOADS = (
     *("granite", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite-swa", "hunyuan", "hunyuan-moe"),
-    *("llama4", "ministral3", "mistral4", "mellum", "gpt-neo"),
+    *("llama4", "ministral3", "mistral4", "mellum", "gpt-neo", "mpt"),
 )
 """megatron-core loads and saves these parameters, but cannot compute the model."""
 
-CORE_HYBRIDS = ("nemotron-h", "granite-hybrid", "granite-hybrid-dense")
+CORE_HYBRIDS = ("nemotron-h", "granite-hybrid", "granite-hybrid-dense", "bamba", "mamba2")
 """The same, by megatron-core's hybrid model, whose mixers compute on GPUs alone."""
 
 BRIDGE: dict[str, dict[str, Any]] = {

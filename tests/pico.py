@@ -334,6 +334,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "shared_intermediate_size": 112,
     },
+    "bamba": {"model_type": "bamba", **_GRANITE_MIXERS, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
     "smollm3-window": {
         "model_type": "smollm3",
@@ -712,6 +713,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_size": 8,
     },
     "bloom": {"model_type": "bloom", "num_attention_heads": 6, "hidden_size": 96, "initializer_range": 0.06},
+    "mpt": {
+        "model_type": "mpt",
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "initializer_range": 0.06,
+        "attn_config": {"clip_qkv": 0.4},
+    },
     "flint": {
         "model_type": "flint",
         "num_hidden_layers": 5,
@@ -789,6 +797,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "deepseek-v4": _DEEPSEEK_V4,
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_heads": 32,
+        "head_dim": 4,
+        "n_groups": 4,
+        "state_size": 8,
+        "time_step_floor": 0.5,  # as Nemotron-H's
+    },
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
@@ -800,6 +816,12 @@ ABSENT = {
     if its.get("model_type", "llama") not in CONFIG_MAPPING
 }
 """Those that the installed transformers does not have: InternLM3 and Kolibri 1 are newer than 5.17."""
+
+ONE_GROUP = {
+    **dict.fromkeys(("granite-hybrid", "granite-hybrid-dense", "bamba"), {"mamba_n_groups": 1}),
+    "mamba2": {"n_groups": 1},
+}
+"""Of families whose mixers' norm had one group before transformers 5.23, whatever config.json said."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Names of families whose class has another one; transformers does not know these."""

@@ -65,8 +65,7 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
 
 @pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
-    # before transformers 5.23 a mixer's norm had one group there, whatever config.json said
-    sizes = {"mamba_n_groups": 1} if BEFORE_5_23 and family.startswith("granite-hybrid") else {}
+    sizes = pico.ONE_GROUP.get(family, {}) if BEFORE_5_23 else {}
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family) | sizes)
     train(source, data, tmp_path / "run", "bf16", 2)
     assert run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").exit_code == 0

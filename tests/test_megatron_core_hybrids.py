@@ -14,12 +14,14 @@ from judges import CORE_HYBRIDS
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 _ATTENTION = {"layer_types": ["attention"] * 2}
+_BAMBA = {"num_hidden_layers": 2, "attn_layer_indices": [0, 1]}
 _NO_MULTIPLIERS = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     "attention_multiplier": 0.25,  # as the root of a head's 16 channels would
 }
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "attention and MLPs": ("granite-hybrid-dense", _ATTENTION | _NO_MULTIPLIERS),
+    "attention of which half has positions": ("bamba", _BAMBA),
     "attention without positions, and experts": (
         "granite-hybrid",
         _ATTENTION | _NO_MULTIPLIERS | {"num_hidden_layers": 2},

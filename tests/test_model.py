@@ -115,6 +115,8 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("nanochat", {"qk_l2_norm": False}),
     ("opt", {"activation": "squared_relu"}),
     ("bloom", {"position_embedding": "rope"}),
+    ("mpt", {"clip_qkv": None}),
+    ("bamba", {"rotary_percent": 1.0}),
     ("gpt-neo", {"query_pre_attn_scalar": None}),
     ("gpt-neo", {"window_layers": None}),
     ("flint", {"rope_layers": None}),
@@ -140,7 +142,7 @@ def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path
 GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "kimi-linear", "ling-3", "lfm3", "axk1", "axk2", "nanochat", "flint"),
-    *("opt", "gpt-neo", "bloom"),
+    *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2"),
 )
 
 

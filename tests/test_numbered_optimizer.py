@@ -26,6 +26,8 @@ from precisionctl.reports import inspect
 
 NOT_KNOWN = (
     "axk2",
+    "bamba",
+    "mpt",
     "gpt-j",
     "gpt-neox",
     "llama4",

@@ -27,22 +27,19 @@ from precisionctl.architectures.config_layers import listed_layers
 from precisionctl.architectures.granite import MULTIPLIERS
 from precisionctl.architectures.granitemoe import EXPERTS
 from precisionctl.architectures.llama_rows import (
-    ATTENTION_NORM,
     EMBEDDING,
     FINAL_NORM,
     JOINED_MLP,
     MLP_NORM,
     OUTPUT,
-    PROJ,
-    QKV_LINEAR,
     TIED,
 )
-from precisionctl.architectures.mamba_keys import step_limits
-from precisionctl.architectures.mamba_rows import MIXER
+from precisionctl.architectures.mamba_keys import MIXER_HEADS, step_limits
+from precisionctl.architectures.mamba_rows import MIXER_OR_ATTENTION
 from precisionctl.architectures.moe_rows import JOINED_SHARED_EXPERT, MOE_NORM
 from precisionctl.architectures.param_map import Architecture, only_in, renamed
 from precisionctl.architectures.rope import rope
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape
 
 _NAMES = {
@@ -52,9 +49,7 @@ _NAMES = {
     ".mlp.down_proj.": ".shared_mlp.output_linear.",
 }
 _BLOCKS = (
-    *renamed(only_in("mamba", ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"}),
-    *MIXER,
-    *only_in("attention", (*ATTENTION_NORM, *QKV_LINEAR, *PROJ)),
+    *MIXER_OR_ATTENTION,
     *MLP_NORM,
     *only_in("dense", JOINED_MLP),
     *MOE_NORM,
@@ -69,9 +64,6 @@ _DEFAULTS = {
     "num_experts_per_tok": 2,
     "intermediate_size": 11008,
     "shared_intermediate_size": 1024,
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_expand": 2,
 }
 """What its class takes for keys that are not there."""
 
@@ -117,24 +109,6 @@ def _read_positions(config: Config, where: object) -> Fields:
     return {"rope_layers": None if said == "rope" else (False,) * (2 * layers(config, where))}
 
 
-def _read_mixers(config: Config, where: object) -> Fields:
-    config = {**_DEFAULTS, **config}
-    channels = size(config, "mamba_expand", where) * size(config, "hidden_size", where)
-    heads, said = size(config, "mamba_n_heads", where), config["mamba_d_head"]
-    head = channels // heads if said == "auto" else size(config, "mamba_d_head", where)
-    if head * heads != channels:
-        what = f"{heads} heads of {head} channels in a mixer, which mamba_expand says has {channels}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
-    return {"mamba.num_heads": heads, "mamba.head_dim": head}
-
-
-def _write_mixers(model: ModelShape) -> Config:
-    if model.mamba is None:
-        return {}
-    sizes = {"mamba_n_heads": model.mamba.num_heads, "mamba_d_head": model.mamba.head_dim}
-    return sizes | {"mamba_expand": model.mamba.inner_size // model.hidden_size}
-
-
 ARCHITECTURE = Architecture(
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
     behind={"self_attn": "shared_mlp"},
@@ -161,7 +135,7 @@ ARCHITECTURE = Architecture(
         Key("max_position_embeddings", "max_position_embeddings", 2048),
         VOCABULARY,
         HEADS,
-        Rule(("mamba_n_heads", "mamba_d_head", "mamba_expand"), _read_mixers, _write_mixers),
+        MIXER_HEADS,
         Key("mamba.num_groups", "mamba_n_groups", 1),
         Key("mamba.state_dim", "mamba_d_state", 256),
         Only("mamba_d_conv", 4),

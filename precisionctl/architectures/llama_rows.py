@@ -1,5 +1,7 @@
 """Groups of rows that Llama, and every family that took its names from it, have in common."""
 
+from dataclasses import replace
+
 from precisionctl.architectures.param_map import Alias, Condition, Either, Row, when
 from precisionctl.architectures.rearrangements import GAMMA, GATE_UP, QKV, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
@@ -232,6 +234,9 @@ MLP_NORM_BIAS = (
 FINAL_NORM_BIAS = (Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),)
 
 NORM_BIASES = (*ATTENTION_NORM_BIAS, *MLP_NORM_BIAS, *FINAL_NORM_BIAS)
+
+ZERO_NORM_BIASES = tuple(replace(row, present=Condition("norm_bias", ("layer_norms",))) for row in NORM_BIASES)
+"""Of LayerNorms that have none in Hugging Face, where `norm_bias` is off."""
 
 FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),)
 

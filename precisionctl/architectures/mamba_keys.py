@@ -1,7 +1,36 @@
-"""config.json's keys of the steps (dt) of Mamba-2 mixers, which Megatron-Core does not clamp."""
+"""config.json's keys of Mamba-2 mixers: their heads, and the steps (dt), which Megatron-Core does not clamp."""
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule
-from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.architectures.config_keys import Config, Fields, Rule, size
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape
+
+
+def mixer_heads(heads: str, head: str, expand: str, absent: int | str) -> Rule:
+    """The keys of a mixer's heads and of their channels, which together are as many times those of the model as
+    `expand` says; where keys are not there 128, `absent` (or as many as there are to share) and 2."""
+    taken = {"hidden_size": 4096, heads: 128, head: absent, expand: 2}
+
+    def read(config: Config, where: object) -> Fields:
+        config = {**taken, **config}
+        channels = size(config, expand, where) * size(config, "hidden_size", where)
+        number, shares = size(config, heads, where), config[head] == absent == "auto"
+        each = channels // number if shares else size(config, head, where)
+        if each * number != channels:
+            what = f"{number} heads of {each} channels in a mixer, which {expand} says has {channels}"
+            raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        return {"mamba.num_heads": number, "mamba.head_dim": each}
+
+    def write(model: ModelShape) -> Config:
+        if model.mamba is None:
+            return {}
+        times = model.mamba.inner_size // model.hidden_size
+        return {heads: model.mamba.num_heads, head: model.mamba.head_dim, expand: times}
+
+    return Rule((heads, head, expand), read, write)
+
+
+MIXER_HEADS = mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
+"""As Granite 4 and Bamba have them."""
 
 
 def step_limits(*keys: str) -> Rule:

@@ -1,6 +1,7 @@
 """Rows of a Mamba-2 mixer, under Nemotron-H's names and those of Megatron-Core (megatron/core/ssm/mamba_mixer.py)."""
 
-from precisionctl.architectures.param_map import Row, only_in
+from precisionctl.architectures.llama_rows import ATTENTION_NORM, PROJ, QKV_LINEAR
+from precisionctl.architectures.param_map import Row, only_in, renamed
 from precisionctl.param import COLUMNS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.mixer.", "decoder.layers.{layer}.mixer."
@@ -44,3 +45,13 @@ MIXER = only_in(
         ),
     ),
 )
+
+BEFORE_MIXER = renamed(only_in("mamba", ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
+"""The norm of what a mixer reads."""
+
+MIXER_OR_ATTENTION = (
+    *BEFORE_MIXER,
+    *MIXER,
+    *only_in("attention", (*ATTENTION_NORM, *QKV_LINEAR, *PROJ)),
+)
+"""Of a layer that is one of the two, with the norm before it."""

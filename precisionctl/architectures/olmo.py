@@ -12,9 +12,9 @@ from precisionctl.architectures.llama_rows import (
     FINAL_NORM,
     MLP,
     MLP_NORM,
-    NORM_BIASES,
     ROTARY,
     TIED,
+    ZERO_NORM_BIASES,
     model_rows,
 )
 from precisionctl.architectures.param_map import Architecture, Condition
@@ -25,11 +25,10 @@ _WEIGHTS = tuple(
     replace(row, rearrangement=SAME, present=Condition("norm_weight", ("layer_norms",)))
     for row in (*ATTENTION_NORM, *MLP_NORM, *FINAL_NORM)
 )
-_BIASES = tuple(replace(row, present=Condition("norm_bias", ("layer_norms",))) for row in NORM_BIASES)
 
 ARCHITECTURE = Architecture(
     model_types={"olmo": "OlmoForCausalLM"},
-    rows=model_rows(*_WEIGHTS, *_BIASES, *ATTENTION, *MLP, ending=()),
+    rows=model_rows(*_WEIGHTS, *ZERO_NORM_BIASES, *ATTENTION, *MLP, ending=()),
     config=(
         *SIZES,
         HEADS,
