@@ -240,13 +240,15 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
 
 def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of Qwen3-VL
-    stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks."""
+    stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks, and models of sound
+    have a `model.` too many."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
     if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
         tensor = tensor.transpose(1, 2)
     if kind == "minimax_m3_vl":
         name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj\.", r"mlp.\1_proj.", name)
+    name = name.replace("language_model.model.model.", "language_model.model.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 
