@@ -44,7 +44,13 @@ def these_and_in_soak_others(*kinds: str) -> list[Any]:
     return [pytest.param(kind, marks=[] if kind in kinds else [pytest.mark.soak]) for kind in WRAPPERS]
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+REPEATING = ("audioflamingo3", "deepseek_vl_hybrid", "janus", "minicpm_ocr", "minicpmv4_7")
+"""Wrappers that differ from another one in their towers alone."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak if kind in REPEATING else []) for kind in WRAPPERS]
+)
 def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tmp_path: Path) -> None:
     assert_text_is_computed(tiny_wrappers.save(tmp_path, kind), tmp_path)
 
@@ -66,7 +72,7 @@ def test_what_the_wrapper_does_not_heed_of_the_text_models_config_is_not_compute
     assert_text_is_computed(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ("mistral3", "qwen2_vl", "smolvlm") if kind in WRAPPERS])
+@pytest.mark.parametrize("kind", [kind for kind in ("mistral3", "qwen2_vl", "smolvlm", "voxtral") if kind in WRAPPERS])
 def test_names_in_memory_are_those_that_the_class_has(kind: str, tmp_path: Path) -> None:
     theirs, reader = tiny_wrappers.save(tmp_path, kind), open_checkpoint(tmp_path)
     names = table_of(reader.model).in_memory(reader.specs, reader.model)
@@ -112,6 +118,19 @@ def test_prediction_layers_outside_of_the_text_model_are_its_own(tmp_path: Path)
     run(tmp_path / "megatron", tmp_path / "back", "hf", workers=1)
     assert_same(published | made, stored(tmp_path / "back"))
     assert not [name for name in open_checkpoint(tmp_path / "megatron").specs if name.startswith("towers.mtp")]
+
+
+@pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
+def test_exaone_4_5_by_its_first_name_with_prediction_layers_that_travel_like_towers(tmp_path: Path) -> None:
+    tiny_wrappers.save(tmp_path / "hf", "exaone4_5", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["text_config"]["model_type"] = "exaone4_5_text"
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    tensors = stored(tmp_path / "hf") | {"mtp.layers.0.mlp.up_proj.weight": torch.randn(96, 128).bfloat16()}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2))
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same(stored(tmp_path / "back"), tensors)
 
 
 def check_there_and_back(kind: str, tmp_path: Path, **how: Any) -> None:
@@ -225,7 +244,10 @@ def test_a_tower_that_is_missing_from_its_file_is_noticed(tmp_path: Path) -> Non
         open_checkpoint(tmp_path / "megatron")
 
 
-@pytest.mark.parametrize(("kind", "told"), [("mistral3", "llava"), ("llava", "mistral3"), ("qwen2_vl", "qwen2_5_vl")])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("mistral3", "llava"), ("llava", "mistral3"), ("qwen2_vl", "qwen2_5_vl"), ("idefics2", "smolvlm")],
+)
 def test_a_config_of_another_wrapper_with_the_same_names_of_text_is_refused(
     kind: str, told: str, tmp_path: Path
 ) -> None:
@@ -276,7 +298,7 @@ def test_a_dry_run_counts_the_text_model_that_trains_and_says_how_much_is_kept_b
 def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exported(
     kind: str, tmp_path: Path
 ) -> None:
-    tiny_wrappers.save(tmp_path / "source", kind, dtype=torch.bfloat16)
+    theirs = tiny_wrappers.save(tmp_path / "source", kind, dtype=torch.bfloat16)
     data = make_text(tmp_path / "text.txt")
     run_with_kills(settings(tmp_path / "source", data, tmp_path / "run", "fp8", train__steps=4), {3})
     run(tmp_path / "run", tmp_path / "back", "hf")
@@ -291,9 +313,9 @@ def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exp
     export(tmp_path / "run", tmp_path / "static", "static")
     assert check(open_checkpoint(tmp_path / "static"), engine_named("vllm")) == []
     assert_same(towers(stored(tmp_path / "static")), towers(before))
-    values, codes = (load_whole(AutoModelForImageTextToText, tmp_path / name) for name in ("back", "codes"))
-    # routers choose other experts for up to a third of the tokens
-    least = 0.9 if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl") else 0.97
+    values, codes = (load_whole(type(theirs), tmp_path / name) for name in ("back", "codes"))
+    # routers choose other experts for up to a third of the tokens; states of delta nets keep the errors of all tokens
+    least = 0.9 if kind in ("qwen3_5_moe", "kimi_k25", "minimax_m3_vl", "minicpmv4_6", "minicpmv4_7") else 0.97
     assert torch.cosine_similarity(logits(values).flatten(), logits(codes).flatten(), dim=0) > least
     with pytest.raises(PrecisionError, match=f"makes text models, and this is a `{kind}` around one"):
         plan_command(Request.export(tmp_path / "run", tmp_path / "te", "te"))
@@ -306,9 +328,10 @@ def test_what_a_text_config_leaves_out_is_what_its_class_takes(kind: str) -> Non
         "qwen3_vl_moe": {"num_experts": 60},
         "minimax_m3_vl": {"partial_rotary_factor": 0.5},  # its class has a rotary_dim of 64, and turns the whole head
     }.get(kind, {})
-    told = AutoConfig.for_model(kind, text_config=AutoConfig.for_model(model_type, **said)).to_dict()
+    text = {"model_type": model_type} | said
+    told = AutoConfig.for_model(kind, text_config=dict(text)).to_dict()
     assert told["text_config"]["model_type"] == model_type
-    short = told | {"text_config": {"model_type": model_type} | said}
+    short = told | {"text_config": text}
     ours, theirs = (replace(from_hf_config(config), tied_embeddings=False) for config in (short, told))
     assert ours == theirs
 

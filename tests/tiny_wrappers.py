@@ -9,7 +9,7 @@ import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
 from training import add_tokenizer
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 TEXT: dict[str, Any] = {
     "vocab_size": 80,
@@ -147,6 +147,29 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "smolvlm": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "idefics3": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "idefics2": {"model_type": "mistral", "sliding_window": 8},
+    "granite_docling": {
+        "model_type": "granite_docling_text",
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+    },
+    "exaone4_5": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
+    "llava_next_video": {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "got_ocr2": {"model_type": "qwen2"},
+    "ovis2": {"model_type": "qwen2"},
+    "video_llama_3": {"model_type": "qwen2"},
+    "lighton_ocr": {"model_type": "qwen3"},
+    **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), {"model_type": "llama", "rms_norm_eps": 1e-6}),
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
+    **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
+    **dict.fromkeys(("voxtral", "glmasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
 }
 WRAPPERS = {kind: its for kind, its in WRAPPERS.items() if kind in CONFIG_MAPPING}
 """What each wrapper's `text_config` is made of, beside TEXT; of those that the installed transformers has."""
@@ -159,13 +182,21 @@ MISTRAL_4: dict[str, Any] = {
 }
 """Another text model of a `mistral3`: Mistral Small 4's."""
 
-TIED = {"gemma3", "gemma4", "gemma4_unified", "lfm2_vl", "lfm3_vl"}
+TIED = {"gemma3", "gemma4", "gemma4_unified", "lfm2_vl", "lfm3_vl", "got_ocr2", "granite_docling", "minicpm_ocr"}
 
 OPTIONAL: dict[str, Any] = {
     "gemma4": {"vision_config": {}, "audio_config": {}},
     "gemma4_unified": {
         "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 20, "patch_size": 2},
         "audio_config": {"audio_embed_dim": 64},
+    },
+    "janus": {
+        "vq_config": {
+            **dict.fromkeys(("base_channels", "latent_channels"), 32),
+            **dict.fromkeys(("projection_dim", "image_token_embed_dim", "num_embeddings"), 16),
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+        },
     },
     "minimax_m3_vl": {"projector_hidden_size": 64},
 }
@@ -175,13 +206,14 @@ OPTIONAL: dict[str, Any] = {
 def make(kind: str, *, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
     """A wrapper whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(0)
-    config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), SMALL)
+    sizes = SMALL | {"vocab_size": TEXT["vocab_size"]}
+    config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), sizes)
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = kind in TIED
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(**{"model_type": kind} | config)
-    )
+    whole = AutoConfig.for_model(**{"model_type": kind} | config)
+    sees = type(whole) in AutoModelForImageTextToText._model_mapping
+    model: PreTrainedModel = (AutoModelForImageTextToText if sees else AutoModelForSeq2SeqLM).from_config(whole)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "norm" in name or "ln_" in name or name.endswith("bias"):
@@ -208,13 +240,15 @@ def save(directory: Path, kind: str, *, in_memory: bool = False, **settings: Any
 
 def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """What transformers saves otherwise: the text model of Kimi K2.5 takes names of its tower, and experts of Qwen3-VL
-    stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks."""
+    stay as in memory; before 5.23 MiniMax-M3's dense MLPs have the name of its experts' blocks, and models of sound
+    have a `model.` too many."""
     if name.startswith("language_model.model.blocks."):
         name = name.replace("blocks", "layers")
     if kind == "qwen3_vl_moe" and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
         tensor = tensor.transpose(1, 2)
     if kind == "minimax_m3_vl":
         name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj\.", r"mlp.\1_proj.", name)
+    name = name.replace("language_model.model.model.", "language_model.model.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 
 
@@ -224,7 +258,6 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of what sees."""
-    words = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
-    words += ("connector", "patch_merge_mlp", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
-    return {name: tensor for name, tensor in tensors.items() if any(word in name.split(".") for word in words)}
+    """Those of what sees and hears."""
+    text, without = {"language_model", "text_model", "lm_head"}, ("model.embed_tokens.", "model.layers.", "model.norm.")
+    return {name: t for name, t in tensors.items() if not (text & {*name.split(".")} or name.startswith(without))}

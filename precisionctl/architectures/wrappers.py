@@ -37,7 +37,8 @@ class WrapperNames:
     whether config.json may have the text model's keys at its top, without a `text_config` (`flat`); body and head that
     it has `in_memory`; the rows of its experts where they are not its family's; whether published files have what is
     the second spelling where the text model is alone (`second`); a `mark` in its towers' names, by which it is told
-    from wrappers whose text has the same names (empty where it has none of the others')."""
+    from wrappers whose text has the same names (empty where it has none of the others'); what its class takes
+    for keys that its `text_config` lacks, where the text model's class alone would take something else (`absent`)."""
 
     body: str = "language_model.model."
     head: str = "language_model.lm_head."
@@ -48,6 +49,7 @@ class WrapperNames:
     second: bool = False
     same: tuple[str, ...] = ()
     mark: str = ""
+    absent: Mapping[str, Any] = field(default_factory=dict)
 
 
 EXPERTS_AS_IN_OUT = Either(
@@ -57,49 +59,8 @@ EXPERTS_AS_IN_OUT = Either(
 reads both, as it has them in memory."""
 
 _TEXT_MODEL = "model.text_model.", "lm_head."
-
-WRAPPERS: Mapping[str, WrapperNames] = {
-    "llava": WrapperNames(text="llama"),
-    "llava_next": WrapperNames(text="llama", mark="image_newline"),
-    "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
-    "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
-    "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
-    "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
-    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
-    "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
-    "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
-    "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
-    "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", second=True, mark="merge_"),
-    "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
-    "qwen2_5_vl": WrapperNames(
-        "model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark="visual.blocks.0.mlp.gate_proj.bias"
-    ),
-    "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
-    "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
-    **dict.fromkeys(
-        ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
-    ),
-    "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
-    "lfm2_vl": WrapperNames(*IN_MEMORY, text="lfm2"),
-    "lfm3_vl": WrapperNames(*IN_MEMORY, text="lfm3"),
-    **dict.fromkeys(
-        ("smolvlm", "idefics3"),
-        WrapperNames(*_TEXT_MODEL, text="llama", in_memory=_TEXT_MODEL, mark="connector.modality_projection."),
-    ),
-}
-"""Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
-(`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
-
-
-@dataclass(frozen=True)
-class TextModel:
-    """A kind of text model: the family that it belongs to, and what its class takes for keys that are not there, where
-    that is not what the family does. `fixed` are keys that its class does not heed."""
-
-    family: str
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+_GATED_WITH_BIAS = "visual.blocks.0.mlp.gate_proj.bias"
+_HEARS = "audio_tower.conv1."
 
 
 def _sizes(
@@ -114,6 +75,71 @@ def _sizes(
         "num_key_value_heads": groups,
         "max_position_embeddings": positions,
     }
+
+
+_VOXTRAL = _sizes(131072, 3072, 8192, 30, 32, 8, 131072) | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e8}
+_TEN_THOUSAND = {"rope_type": "default", "rope_theta": 1e4}
+_GLM_ASR = _sizes(59264, 2048, 6144, 28, 16, 4, 8192) | {"rms_norm_eps": 1e-5, "rope_parameters": _TEN_THOUSAND}
+
+WRAPPERS: Mapping[str, WrapperNames] = {
+    "llava": WrapperNames(text="llama"),
+    **dict.fromkeys(("llava_next", "llava_next_video"), WrapperNames(text="llama", mark="image_newline")),
+    "llava_onevision": WrapperNames(text="qwen2", mark="image_newline"),
+    "internvl": WrapperNames(text="qwen2", mark="vision_tower.embeddings.cls_token"),
+    "mistral3": WrapperNames(text="mistral", mark="multi_modal_projector.patch_merger."),
+    "gemma3": WrapperNames(text="gemma3_text", mark="multi_modal_projector.mm_soft_emb_norm."),
+    "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.position_embedding_table"),
+    "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
+    "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
+    "kimi_k25": WrapperNames(text="deepseek_v3", mark="mm_projector."),
+    "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", second=True, mark="merge_"),
+    "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
+    "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark=_GATED_WITH_BIAS),
+    "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
+    "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, same=("mtp.",))),
+    **dict.fromkeys(
+        ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
+    ),
+    "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
+    "lfm2_vl": WrapperNames(*IN_MEMORY, text="lfm2"),
+    "lfm3_vl": WrapperNames(*IN_MEMORY, text="lfm3"),
+    **dict.fromkeys(
+        ("smolvlm", "idefics3"),
+        WrapperNames(*_TEXT_MODEL, text="llama", in_memory=_TEXT_MODEL, mark="connector.modality_projection.proj."),
+    ),
+    "idefics2": WrapperNames(*_TEXT_MODEL, text="mistral", in_memory=_TEXT_MODEL, mark="perceiver_resampler."),
+    "granite_docling": WrapperNames(
+        *_TEXT_MODEL, text="granite_docling_text", in_memory=_TEXT_MODEL, mark="vision_model.connector."
+    ),
+    "exaone4_5": WrapperNames(*IN_MEMORY, text="exaone4", mark=_GATED_WITH_BIAS),
+    "got_ocr2": WrapperNames(text="qwen2", mark="multi_modal_projector.conv_upsampler1."),
+    "ovis2": WrapperNames(*IN_MEMORY, text="qwen2", mark="visual_embeddings_table."),
+    "video_llama_3": WrapperNames(*IN_MEMORY, text="qwen2", mark="projector.readout."),
+    "lighton_ocr": WrapperNames(*IN_MEMORY, text="qwen3", mark="vision_projection."),
+    "deepseek_vl": WrapperNames(*IN_MEMORY, text="llama", mark="aligner.linear1."),
+    "deepseek_vl_hybrid": WrapperNames(*IN_MEMORY, text="llama", mark="high_res_vision_model."),
+    "janus": WrapperNames(*IN_MEMORY, text="llama", mark="vqmodel."),
+    **dict.fromkeys(
+        ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
+        WrapperNames(*IN_MEMORY, text="qwen3_5_text", same=("mtp.",), mark="vision_tower.vit_merger."),
+    ),
+    **dict.fromkeys(("qwen2_audio", "audioflamingo3"), WrapperNames(text="qwen2", mark=_HEARS)),
+    "voxtral": WrapperNames(text="llama", mark=_HEARS, absent=_VOXTRAL),
+    "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
+}
+"""Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
+(`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A kind of text model: the family that it belongs to, and what its class takes for keys that are not there, where
+    that is not what the family does. `fixed` are keys that its class does not heed."""
+
+    family: str
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
@@ -148,6 +174,13 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(151936, 2048, 5632, 24, 16, 16, 128000)
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5},
         _NO_WINDOW | {"norm_topk_prob": True},
+    ),
+    "exaone4_5_text": TextModel("exaone4"),
+    "granite_docling_text": TextModel(
+        "granite",
+        _sizes(133800, 1024, 2048, 28, 16, 4, 32768)
+        | {"rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.263, "attention_multiplier": 0.015625},
     ),
     "minimax_m3_vl_text": TextModel("minimax_m3_vl_text", _sizes(200064, 6144, 3072, 60, 64, 4, 524288)),
     "glm4v_text": TextModel(
@@ -186,7 +219,7 @@ def text_config(config: Config, where: object) -> dict[str, Any]:
     model_type = text.get("model_type", kind.text)
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type of `text_config` is {shown(model_type)}, not a name", where=where)
-    model = TEXT_MODELS.get(model_type)
+    text, model = {**kind.absent, **text}, TEXT_MODELS.get(model_type)
     if model is None:
         return {**text, "model_type": model_type}
     text = {key: value for key, value in text.items() if (key, value) != ("partial_rotary_factor", None)}  # as absent
