@@ -116,7 +116,7 @@ NEVER = {
     "a norm": "ln ln_f q_norm input_layernorm norm1",
     "an embedding": "embed_tokens word_embeddings patch_embedding emb tok_emb wte wpe position_bias "
     "decoder_position_bias relative_attention_bias rel_pos rel_pos_h",
-    "a head": "head lm_head score classifier qa_outputs",
+    "a head": "head lm_head",
     "of multi-token prediction": "eh_proj",
 }
 UNLESS_ASKED = {
