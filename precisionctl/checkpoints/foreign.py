@@ -299,8 +299,8 @@ UNREAD = (
     Foreign(
         "weights without a config",
         "`*.safetensors` or `*.bin` without config.json",
-        "There are weights, and no config.json beside them: copy it there, or `convert --reference HF_DIR`, a "
-        "directory of the same model that has one.",
+        "There are weights, and no config.json beside them: copy it there, or give `convert` or `inspect` "
+        "--reference HF_DIR, a directory of the same model that has one.",
         _has("*.safetensors", "*.bin"),
     ),
 )
