@@ -22,7 +22,7 @@ from precisionctl.checkpoints.open import open_checkpoint as open_reader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request, StrPath
 from precisionctl.commands.source import open_hinted
-from precisionctl.commands.target_rules import check_target as check_reader
+from precisionctl.commands.target_rules import check_directory
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.convert import OnBytes
 from precisionctl.engines.rule import Finding
@@ -140,9 +140,9 @@ def check_target(path: StrPath, target: str, ranks: int = 1, *, expert_parallel:
 
     If a finding's `rule.fatal` is true, the engine refuses the directory or computes wrong results. The engine runs on
     `ranks` GPUs; with `expert_parallel` each gets whole experts. Raises RecipeError for an unknown target, for `te` on
-    several GPUs, for `expert_parallel` on one, and for codes that there are no rules for; UnknownFormat for anything
-    but a Hugging Face directory."""
-    return [*check_reader(open_reader(Path(path)), target, ranks, expert_parallel=expert_parallel).findings]
+    several GPUs, for `expert_parallel` on one, and for codes that are not read or have no rules; UnknownFormat for
+    anything but a Hugging Face directory."""
+    return [*check_directory(Path(path), target, ranks, expert_parallel=expert_parallel).findings]
 
 
 def inspect(path: StrPath, iteration: int | None = None) -> Mapping[str, Any]:

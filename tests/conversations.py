@@ -36,9 +36,14 @@ def tokenizer(template: str | None = None) -> Tokenizer:
 
 @cache
 def _files(template: str | None) -> dict[str, bytes]:
+    return files_of(with_templates(template))
+
+
+def with_templates(templates: str | dict[str, str] | None) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of WORDS, with one chat template or several with names."""
     words = Words(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return files_of(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=templates)
 
 
 def read(ids: list[int]) -> str:

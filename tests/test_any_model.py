@@ -116,7 +116,7 @@ NEVER = {
     "a norm": "ln ln_f q_norm input_layernorm norm1",
     "an embedding": "embed_tokens word_embeddings patch_embedding emb tok_emb wte wpe position_bias "
     "decoder_position_bias relative_attention_bias rel_pos rel_pos_h",
-    "a head": "head lm_head score classifier qa_outputs",
+    "a head": "head lm_head",
     "of multi-token prediction": "eh_proj",
 }
 UNLESS_ASKED = {
@@ -569,11 +569,8 @@ def test_what_is_fp32_beside_linears_in_bf16_stays_so_in_an_export_and_back(
         assert same(tmp_path / "source" if made == "fp8" else tmp_path / "fp8", tmp_path / made)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_stays_values_of_a_source_in_other_dtypes_is_rounded_and_counted_and_verify_says_so(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    pico.save(tmp_path / "source", "llama-3", dtype=dtype)
+def test_what_stays_values_of_a_source_in_fp32_is_rounded_and_counted_and_verify_says_so(tmp_path: Path) -> None:
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.float32)
     command = export(tmp_path / "source", tmp_path / "fp8", "dynamic")
     found = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.bfloat16}
     assert any(note.startswith(f"{len(found)} tensors that stay values are FP32 or FP16") for note in command.notes)
@@ -581,3 +578,20 @@ def test_what_stays_values_of_a_source_in_other_dtypes_is_rounded_and_counted_an
     assert comparison.equal
     assert {tensor.name for tensor in comparison.tensors if tensor.status == "rounded"} == found
     assert verdict(comparison).endswith(f", {len(found)} rounded to BF16.")
+
+
+@pytest.mark.parametrize(("target", "scheme"), [("vllm", "dynamic"), ("transformers", "w4a16"), ("sglang", "block")])
+def test_what_stays_values_of_a_source_in_fp16_stays_fp16_and_codes_come_back(
+    tmp_path: Path, target: str, scheme: str
+) -> None:
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.float16, hidden_size=256, intermediate_size=256)
+    command = export(tmp_path / "source", tmp_path / "out", scheme, target)
+    before, codes = stored(tmp_path / "source"), stored(tmp_path / "out")
+    values = before.keys() - {name.removesuffix("_packed") for name in codes if codes[name].dtype != torch.float16}
+    assert values and all(torch.equal(codes[name], before[name]) for name in values)
+    assert any("2 matrices that stay values are FP16" in note for note in command.notes)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert check(open_checkpoint(tmp_path / "out"), engine_named(target)) == []
+    run(tmp_path / "out", tmp_path / "back", "hf", workers=1)
+    run(tmp_path / "back", tmp_path / "again", "hf", "fp8", workers=1, verify=True)
+    assert same(tmp_path / "out", tmp_path / "again")

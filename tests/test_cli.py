@@ -210,6 +210,20 @@ def test_a_missing_engine_is_asked_for_with_the_help_of_its_option_if_it_has_som
     assert missing(click.Option(["--target"]), None) is missing(click.Argument(["target"]), None) is None
 
 
+@pytest.mark.parametrize("method", ["hqq", "w4afp8"])
+@pytest.mark.parametrize("target", ["vllm", "te"])
+def test_that_codes_are_not_read_is_no_verdict_of_verify(tmp_path, method, target):
+    pico.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    refused = run("verify", tmp_path, "--target", target, "--json")
+    assert (
+        refused.exit_code == 2
+        and f"{method}' is not one that can be read" in json.loads(refused.stdout)["error"]["what"]
+    )
+    assert run("inspect", tmp_path).exit_code == 1
+
+
 def test_debug_shows_where_an_error_came_from(tmp_path):
     result = run("--debug", "inspect", tmp_path)
     assert result.exit_code == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from precisionctl.checkpoints import companions
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import KINDS, TEMPLATES, TOKENIZER, kind_of, read_companions
 from precisionctl.checkpoints.huggingface import config_of_values
+from precisionctl.checkpoints.megatron.keys import COMPANIONS as COMPANIONS_OF_MEGATRON
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
@@ -300,6 +302,48 @@ def test_chat_templates_with_names_go_there_and_back_in_every_container(
     back = run(tmp_path / "there", tmp_path / "back", "hf")
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == NAMED
     assert not any(note.startswith("Left behind") for work in (there, back) for note in work.notes)
+
+
+def of_bridge(directory: Path) -> Path:
+    """A release with its tokenizer where Megatron-Bridge 0.3.1 saves it (training/checkpointing.py,
+    save_tokenizer_assets)."""
+    run(with_templates(directory / "hf"), directory / "made", "megatron")
+    release = directory / "made" / "release"
+    shutil.rmtree(release / COMPANIONS_OF_MEGATRON)
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(directory / "hf").save_pretrained(release / "tokenizer")
+    return release
+
+
+def test_the_tokenizer_that_bridge_saves_beside_weights_is_that_of_the_result(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    release = of_bridge(tmp_path)
+    other = with_templates(tmp_path / "other", {"default": "{{ 'another' }}"})
+    (other / "generation_config.json").write_text("{}")
+    for reference in (None, other):
+        out = tmp_path / f"out {reference is None}"
+        result = run(release, out, "hf", reference=reference)
+        assert AutoTokenizer.from_pretrained(out).chat_template == NAMED
+        assert (out / "tokenizer.json").read_bytes() == (tmp_path / "hf" / "tokenizer.json").read_bytes()
+        assert not any("tokenizer" in note for note in result.notes if note.startswith("Missing"))
+    again = run(release, tmp_path / "again", "megatron")
+    assert "tokenizer.json" in again.reader.companions.files
+
+
+def test_of_bridges_tokenizers_only_those_that_transformers_saved_are_taken_and_none_behind_a_link(
+    tmp_path: Path,
+) -> None:
+    release = of_bridge(tmp_path)
+    (release / "tokenizer" / "config.json").write_text('{"model_type": "strange"}')
+    assert "config.json" not in open_checkpoint(release).companions.files
+    (release / "tokenizer" / "tokenizer_config.json").unlink()
+    assert open_checkpoint(release).companions.files == {}
+    shutil.rmtree(release / "tokenizer")
+    (release / "tokenizer").symlink_to(tmp_path / "hf")
+    with pytest.raises(DamagedCheckpoint, match="symbolic link leads out"):
+        _ = open_checkpoint(release).companions
 
 
 def test_a_template_that_lies_outside_is_no_file_or_is_too_large_is_not_read(

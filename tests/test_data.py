@@ -4,9 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from conversations import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, _files, read, tokenizer, write_rows
+from conversations import (
+    CONVERSATION,
+    MARKING_TEMPLATE,
+    PLAIN_TEMPLATE,
+    _files,
+    read,
+    tokenizer,
+    with_templates,
+    write_rows,
+)
 
 from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.companions import read_companions
 from precisionctl.errors import DataError
 from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import Order, Rows, load_rows
@@ -97,6 +107,34 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str, message
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         load_rows(tmp_path / "rows.jsonl", tokenizer(MARKING_TEMPLATE), sequence_length=4)
+
+
+TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_a_conversation_with_tools_has_the_text_that_transformers_makes_of_it(tmp_path: Path, in_files: bool) -> None:
+    """Templates are files of a folder, or, as transformers 4 wrote them, a list in tokenizer_config.json."""
+    templates = {"default": MARKING_TEMPLATE, "tool_use": "{% if tools %}e e {% endif %}" + MARKING_TEMPLATE}
+    theirs = with_templates(templates)
+    theirs.save_pretrained(tmp_path, save_jinja_files=in_files)
+    assert (tmp_path / "additional_chat_templates").is_dir() == in_files
+    files = read_companions(tmp_path).files
+    conversations = [{"messages": CONVERSATION, **more} for more in ({}, {"tools": TOOLS}, {"tools": None})]
+    path = write_rows(tmp_path / "chat.jsonl", conversations)
+    with open_tokenizer(Companions(files)) as ours:
+        rows = load_rows(path, ours, 64)
+    texts = [theirs.apply_chat_template(CONVERSATION, each.get("tools"), tokenize=False) for each in conversations]
+    assert read(rows.tokens.tolist()).split() == " ".join(texts).split()
+    assert texts[1].startswith("e e") and texts[0] == texts[2] != texts[1]
+
+
+def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    with_templates({"tool_use": MARKING_TEMPLATE, "rag": MARKING_TEMPLATE}).save_pretrained(tmp_path)
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    files = read_companions(tmp_path).files
+    with open_tokenizer(Companions(files)) as ours, pytest.raises(DataError, match="is the default: rag, tool_use"):
+        load_rows(path, ours, 64)
 
 
 def test_a_file_that_is_no_text_or_not_there_is_one_clear_error(tmp_path: Path) -> None:

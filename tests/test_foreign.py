@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 from precisionctl.checkpoints.dcp import Index, read_index, write_index
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
@@ -128,12 +128,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
-    "rewards": (of_class(AutoModelForSequenceClassification), "head for rewards or classes", "language model"),
-    "a value head": (
-        renamed(str, **{"v_head.summary.weight": torch.ones(1, 64)}),
-        "head for rewards or classes",
-        "pretrained_model",
-    ),
     "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
     "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
     "a folder of a run": (

@@ -52,6 +52,23 @@ def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
     assert found["fp8"] is None and found["mismatch"] is None
 
 
+def test_a_reference_says_which_model_it_is_of_what_does_not(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    expected = describe(open_checkpoint(tmp_path / "hf"))
+    conversions.run(tmp_path / "hf", tmp_path / "dcp", "hf", container="dcp")
+    (tmp_path / "dcp" / "config.json").unlink()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model.safetensors").write_bytes((tmp_path / "hf" / "model.safetensors").read_bytes())
+    for name in ("dcp", "bare"):
+        found = json.loads(run("inspect", tmp_path / name, "--reference", tmp_path / "hf", "--json").stdout)
+        assert found["model"] == expected["model"] and found["mismatch"] is None
+    assert "give --reference HF_DIR" in run("inspect", tmp_path / "dcp").stdout
+    refused = run("inspect", tmp_path / "dcp", "--fp8")
+    assert refused.exit_code == 1 and "with --reference" in " ".join(refused.stderr.split())
+    refused = run("inspect", tmp_path / "bare")
+    assert refused.exit_code == 1 and "--reference HF_DIR" in " ".join(refused.stderr.split())
+
+
 def test_tensors_that_are_not_the_models_are_said(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, num_hidden_layers=3)
     conversions.run(tmp_path / "hf", tmp_path / "megatron", "megatron")

@@ -11,7 +11,7 @@ from precisionctl import architectures
 from precisionctl.architectures.config_keys import CAUSAL, Config, Key
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.read_off import READ_OFF
+from precisionctl.architectures.read_off import READ_OFF, head_of_numbers
 from precisionctl.architectures.wrappers import (
     can_be_wrapped,
     in_directory,
@@ -37,6 +37,13 @@ window, or a Youtu and a MiniCPM3 that multiplies nothing."""
 _NO_TABLE = (
     "Without a table of its family a safetensors directory goes to Hugging Face's layout alone: `convert --to hf`, "
     "`export-inference` (docs/any_model.md). A table is one file (docs/families.md, Adding one)."
+)
+
+
+_OF_NUMBERS = (
+    "It goes from Hugging Face to Hugging Face alone, by `convert --to hf` and `export-inference` (docs/any_model.md). "
+    "For all else give a model with the head of a language model: the one that it was trained from, or that in TRL's "
+    '`AutoModelForCausalLMWithValueHead`, `model.pretrained_model.save_pretrained("OUT")`.'
 )
 
 
@@ -71,7 +78,12 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
     an UntabledModel. Raises DamagedCheckpoint as `from_hf_config` does."""
     try:
         model = from_hf_config(config, where)
-        return in_directory(model, config, stored) if model.wrapper else model
+        if model.wrapper:
+            return in_directory(model, config, stored)
+        if head := head_of_numbers(stored):
+            what = f"a model with a head for rewards or classes (`{head:.60}`), which gives numbers and no tokens"
+            raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
+        return model
     except UnknownArchitecture as why:
         said = config.get("text_config")
         text = said if isinstance(said, Mapping) else {}

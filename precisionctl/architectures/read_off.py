@@ -7,7 +7,7 @@ rules. What is not sure to be such a weight stays as it is: that costs bytes, an
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -113,10 +113,21 @@ DeepSeek-V4 hyper-connections, sinks and the positions in a compressed window.""
 _NEVER: Mapping[str, re.Pattern[str]] = {
     "a norm": re.compile(r".*norm.*|ln|ln_.+"),
     "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
-    "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
+    "a head": re.compile(r"(?:.+_)?head"),
     "of multi-token prediction": re.compile(r"eh_proj"),
 }
 """What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
+
+_OF_NUMBERS = re.compile(
+    r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
+)
+"""Weights of heads for rewards or classes, of one linear or several: `score.0.weight`, `v_head.summary.weight`."""
+
+
+def head_of_numbers(names: Iterable[str]) -> str | None:
+    """The first weight of a head that gives numbers and no tokens; None if there is none."""
+    return next(filter(_OF_NUMBERS.fullmatch, names), None)
+
 
 _UNLESS_ASKED: Mapping[str, re.Pattern[str]] = {
     "of a tower or projector": re.compile(
@@ -159,7 +170,7 @@ def _why_never(name: str, spec: TensorSpec) -> str | None:
         return "no matrix of a linear"
     if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
-    return _says(name.removesuffix(".weight").rpartition(".")[2])[0]
+    return "a head" if _OF_NUMBERS.fullmatch(name) else _says(name.removesuffix(".weight").rpartition(".")[2])[0]
 
 
 def _why_unasked(words: list[str], text: bool) -> str | None:

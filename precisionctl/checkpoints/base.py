@@ -97,8 +97,8 @@ class Reader(Protocol):
 
 
 WITH_REFERENCE = (
-    "Give `convert`, `export-inference` or `resume` a Hugging Face directory of the same model with --reference: its "
-    "config.json and tokenizer are enough."
+    "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
+    "with --reference: its config.json and tokenizer are enough."
 )
 """What to do about a checkpoint that does not say its model. It names the commands, as others have no such option."""
 

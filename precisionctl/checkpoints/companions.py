@@ -119,16 +119,27 @@ def is_tokenizer(name: str) -> bool:
 
 
 def needed(hints: Hints, own: Companions) -> Hints:
-    """What a checkpoint with its `own` companions needs of a reference: all without a config.json of its own; with one,
-    but without a tokenizer, what it has not itself; else nothing. Which companions it then has is `companions`, None
-    for its own."""
+    """What a checkpoint with its `own` companions needs of a reference: without a config.json of its own all, except
+    the tokenizer if it has one; with a config.json, but without a tokenizer, what it has not itself; else nothing.
+    Which companions it then has is `companions`, None for its own."""
     given = hints.companions
-    if given is None or hints.family or "config.json" not in own.files:
+    if given is None or hints.family:
         return hints
+    if "config.json" not in own.files:
+        if not any(map(is_tokenizer, own.files)):
+            return hints
+        taken = {
+            name: content for name, content in given.files.items() if kind_of(name) not in (TOKENIZER, CHAT_TEMPLATE)
+        }
+        return replace(hints, companions=_over(replace(given, files=taken), own, given.directory))
     if without_tokenizer(own) and not without_tokenizer(given):
-        code = tuple(sorted({*given.code, *own.code}))
-        return replace(hints, companions=Companions({**given.files, **own.files}, code, own.notes, own.directory))
+        return replace(hints, companions=_over(given, own, own.directory))
     return replace(hints, companions=None, towers=None)
+
+
+def _over(given: Companions, own: Companions, directory: Path) -> Companions:
+    """The `given` companions, with a checkpoint's own in their place."""
+    return Companions({**given.files, **own.files}, tuple(sorted({*given.code, *own.code})), own.notes, directory)
 
 
 def without_tokenizer(companions: Companions) -> bool:

@@ -119,9 +119,6 @@ def _indexed_data(path: Path) -> str | None:
     return shlex.quote(str(path.with_suffix(""))) if there else None
 
 
-_HEAD = re.compile(
-    r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
-)
 _WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
 
 
@@ -168,13 +165,6 @@ TENSORS = (
         f"`{dcp.FILE}`, and tensors of an optimizer alone",
         "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
         lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
-    ),
-    Foreign(
-        "a model with a head for rewards or classes, which gives numbers and no tokens",
-        "a tensor such as `score.weight`, `classifier.weight` or `v_head.summary.weight`",
-        "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
-        '"OUT")`; for others give the language model that it was trained from.',
-        lambda reader: _first(reader.specs, _HEAD.fullmatch) if _of_a_family(reader) else None,
     ),
     Foreign(
         "weights in PaddlePaddle's form, in which linears are transposed",
@@ -309,8 +299,8 @@ UNREAD = (
     Foreign(
         "weights without a config",
         "`*.safetensors` or `*.bin` without config.json",
-        "There are weights, and no config.json beside them: copy it there, or `convert --reference HF_DIR`, a "
-        "directory of the same model that has one.",
+        "There are weights, and no config.json beside them: copy it there, or give `convert` or `inspect` "
+        "--reference HF_DIR, a directory of the same model that has one.",
         _has("*.safetensors", "*.bin"),
     ),
 )

@@ -43,7 +43,7 @@ def _written(*files: Path | None) -> list[str]:
     examples=["inspect Qwen3-0.6B", "inspect Qwen3-0.6B --fp8 --fp8-state qwen3.fp8 --html readiness.html"],
     sections={
         "Is FP8 safe": ["--fp8", "--fp8-state", "--html", "--workers"],
-        "Input": ["--grouped-columns", "--iteration"],
+        "Input": ["--reference", "--grouped-columns", "--iteration"],
     },
     headers_do=lambda given: not given["fp8"],
 )
@@ -56,6 +56,7 @@ def _written(*files: Path | None) -> list[str]:
 @click.option(
     "--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: number of processes that measure."
 )
+@reference_option
 @grouped_columns_option
 @iteration_option
 @json_option
@@ -65,6 +66,7 @@ def inspect(
     fp8_state: Path | None,
     html: Path | None,
     workers: int,
+    reference: Path | None,
     grouped_columns: "ColumnOrder | None",
     iteration: int | None,
     json_wanted: bool,
@@ -77,18 +79,19 @@ def inspect(
     if not fp8 and (fp8_state or html or is_given("workers")):
         raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
-    from precisionctl.checkpoints.base import Hints
-    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.commands.source import open_hinted
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
     if not fp8 and sidecar.is_sidecar(checkpoint):
-        if iteration is not None or grouped_columns:
-            what = "CHECKPOINT is a file of FP8 state: --iteration and --grouped-columns are for checkpoints."
+        if iteration is not None or grouped_columns or reference:
+            what = (
+                "CHECKPOINT is a file of FP8 state: --reference, --iteration and --grouped-columns are for checkpoints."
+            )
             raise click.UsageError(what)
         description = report.describe_state(sidecar.read(checkpoint), checkpoint)
     else:
-        reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
+        reader = open_hinted(checkpoint, iteration, None, reference, grouped_columns)
         description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
@@ -159,8 +162,8 @@ def verify(
 
     FP8 codes equal BF16 values if they are exactly the encoding of these values with the stored scale. `verify A --fp8`
     checks whether A's FP8 weights keep their codes when converted to BF16 and back. The exit code is 1 if A and B
-    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes; 2 if there are no
-    rules of the engine here for A's codes.
+    differ, if the engine would refuse or misread A, or if no weight of A is stored as codes; 2 if A's codes are not
+    read here, or there are no rules of the engine for them.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
@@ -231,11 +234,10 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 def check_rules(path: Path, target: str, ranks: int, expert_parallel: bool, json_wanted: bool) -> bool:
     """Print the rules of a target that a directory breaks. Returns whether it would load the directory."""
     from precisionctl import console
-    from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.commands.target_rules import check_target
+    from precisionctl.commands.target_rules import check_directory
     from precisionctl.reports import verify as report
 
-    found = check_target(open_checkpoint(path), target, ranks, expert_parallel=expert_parallel)
+    found = check_directory(path, target, ranks, expert_parallel=expert_parallel)
     if json_wanted:
         print_json({"passes": found.passes, "findings": [asdict(finding) for finding in found.findings]})
     else:

@@ -152,7 +152,7 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
 
 
 def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """Notes on values that are rounded to BF16 though nobody asked for that."""
+    """Notes on values that are rounded to BF16 though nobody asked for that, here or by who loads the result."""
     rounded: list[str] = []
     again: list[str] = []
     for job in plan.jobs:
@@ -163,6 +163,12 @@ def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
         yield (
             f"{counted(len(rounded), 'tensor that stays values is', 'tensors that stay values are')} FP32 or FP16 in "
             f"the source and BF16 in the result, the first is {rounded[0]}."
+        )
+    half = [name for name, spec in plan.targets.items() if spec.dtype == DType.float16 and len(spec.shape) > 1]
+    if half and plan.codes:
+        yield (
+            f"{counted(len(half), 'matrix that stays values is', 'matrices that stay values are')} FP16, as in the "
+            "source; config.json says bfloat16, to which engines round as they load, unless told `--dtype float16`."
         )
     if again:
         yield (

@@ -170,12 +170,12 @@ def _naming(request: Request, reader: Reader, engine: Engine | None) -> Naming:
 def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     """The dtype of a result's values; None keeps the dtype in which each is stored.
 
-    For an engine it is None if most matrices of the source are BF16 or codes: a tensor that is FP32 among those is so
-    for a reason. A source that is FP32 as a whole becomes BF16, because engines take the dtype to compute in from
-    config.json.
+    For an engine it is None if most matrices of the source are of 16 bits or codes: a tensor that is FP32 among those
+    is so for a reason, and FP16 loses nothing. A source that is FP32 as a whole becomes BF16, because engines take the
+    dtype to compute in from config.json.
     """
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
-    narrow = sum(spec.is_codes or spec.dtype == DType.bfloat16 for spec in matrices)
+    narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
     return None if request.for_engine and 2 * narrow > len(matrices) else request.dtype
 
 

@@ -65,7 +65,7 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
             f"By its arguments Megatron-Core normalises an indexer's keys with epsilon {epsilon:g}; transformers, and "
             f"Megatron by the arguments written here, with {INDEXER_NORM_EPSILON:g}."
         )
-    if to == "hf" and of_megatron(reader) and not named and not reader.companions.files:
+    if to == "hf" and of_megatron(reader) and not named and "config.json" not in reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
             yield (

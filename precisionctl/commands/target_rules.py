@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import TE, check_expert_parallel
 from precisionctl.engines.base import engine_named
 from precisionctl.engines.rule import Finding
-from precisionctl.errors import RecipeError
+from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.verify import te_rules
 from precisionctl.verify.engine_rules import NO_CODES, check
 
@@ -23,6 +25,16 @@ class TargetCheck:
     def passes(self) -> bool:
         """Whether the target would load the directory, read it rightly, and find codes in it."""
         return not any(finding.rule.fatal or finding.rule is NO_CODES for finding in self.findings)
+
+
+def check_directory(path: Path, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:
+    """As `check_target`, of the directory at a path. Raises RecipeError also for codes that are not read here: that
+    says nothing of whether the target loads them."""
+    try:
+        reader = open_checkpoint(path)
+    except PrecisionError as error:
+        raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
+    return check_target(reader, target, ranks, expert_parallel=expert_parallel)
 
 
 def check_target(reader: Reader, target: str, ranks: int = 1, *, expert_parallel: bool = False) -> TargetCheck:

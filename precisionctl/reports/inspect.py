@@ -260,7 +260,7 @@ def summary(description: Description) -> Table:
         ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
         (
             "architecture",
-            description["architecture"] or "not said: copy config.json there, or give `convert` a --reference",
+            description["architecture"] or "not said: give --reference HF_DIR, or copy config.json there",
         ),
         *(
             [("", f"WARNING: {said.splitlines()[0]}. See --dry-run of convert.")]

@@ -40,17 +40,26 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template (Jinja), and its special tokens."""
+    """A chat template (Jinja) of a tokenizer, and its special tokens."""
 
     source: str
     special_tokens: Mapping[str, Any]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, where: str) -> "ChatTemplate":
-        """The template of a tokenizer. Raises DataError if it has none; `where` is the data that needs it."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, where: str) -> "ChatTemplate":
+        """The template of a tokenizer that transformers chooses for a conversation: `tool_use`, if it has one of that
+        name, for one with `tools`. Raises DataError if it has none for it; `where` is the data that needs it."""
         try:
-            return cls(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+            return cls(
+                tokenizer.get_chat_template(tools=list(tools) if tools is not None else None),
+                tokenizer.special_tokens_map,
+            )
         except ValueError:
+            names = sorted(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else []
+            if names:
+                what = f"none of the chat templates of the checkpoint's tokenizer is the default: {', '.join(names)}"
+                do = "Copy the one that you want as chat_template.jinja beside the tokenizer."
+                raise DataError(what, where=where, do=do) from None
             raise DataError(
                 "the checkpoint's tokenizer has no chat template, which says how a conversation becomes text",
                 where=where,

@@ -49,15 +49,15 @@ def main() -> None:
 
     def samples(fields: PacketFields, parts: Parts) -> Answers:
         """For each sample the token ids, and whether each is learned."""
-        template: chat.ChatTemplate | None = None
         for where, part in zip(fields["where"], parts, strict=True):
             sample = json.loads(part)
+            notes: tuple[str, ...] = ()
             if "messages" in sample:
-                template = template or chat.ChatTemplate.of(tokenizer, where)
-                made = chat.chat_row(Conversation(**sample), template, tokenizer, where)
+                conversation = Conversation(**sample)
+                template = chat.ChatTemplate.of(tokenizer, conversation.tools, where)
+                made, notes = chat.chat_row(conversation, template, tokenizer, where), template.notes
             else:
                 made = chat.completion_row(Completion(**sample), tokenizer, where)
-            notes = template.notes if template else ()
             yield {"notes": notes}, [made.tokens.tobytes(), made.learned.tobytes()]
 
     def texts(_: PacketFields, parts: Parts) -> Answers:

@@ -31,6 +31,7 @@ _FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "vocab.*",
     "merges.txt",
     "*.model",
@@ -188,7 +189,9 @@ class Tokenizer:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
-                    (Path(folder) / name).write_bytes(content)
+                    file = Path(folder) / name
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(content)
                 query = _Query(named, to_load(nbytes), 0, do)
                 (reply,) = _fetched(process, {"do": "load", "folder": folder}, [], [query])
             end: int = reply.fields["end"]

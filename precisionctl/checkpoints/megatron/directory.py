@@ -17,9 +17,9 @@ from precisionctl.architectures.megatron_args import (
 from precisionctl.architectures.wrappers import TOWERS, beside_towers
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
 from precisionctl.checkpoints.chunks import Chunked
-from precisionctl.checkpoints.companions import needed, parse_json, read_companions
+from precisionctl.checkpoints.companions import is_tokenizer, needed, parse_json, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
-from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
+from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
@@ -33,12 +33,27 @@ from precisionctl.untrusted.safe_files import check_link
 
 
 def companions_of(directory: Path) -> Companions:
-    """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, or that verl keeps beside
-    it."""
+    """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, that verl keeps beside it,
+    or, of a tokenizer, that Megatron-Bridge keeps in it."""
     check_link(directory / COMPANIONS, directory)
     beside = directory.parent / VERL_COMPANIONS
     verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
-    return read_companions(beside if verls else directory / COMPANIONS)
+    own = read_companions(beside if verls else directory / COMPANIONS)
+    return own if any(map(is_tokenizer, own.files)) else _with_bridges_tokenizer(own, directory)
+
+
+def _with_bridges_tokenizer(own: Companions, directory: Path) -> Companions:
+    """Companions without a tokenizer, with that of Bridge if transformers saved it. Others are Megatron's own
+    vocabularies, one of which is called tokenizer.json and is another file than transformers'."""
+    folder = directory / BRIDGE_TOKENIZER
+    check_link(folder, directory)
+    found = read_companions(folder)
+    if "tokenizer_config.json" not in found.files:
+        return own
+    files = {name: content for name, content in found.files.items() if name != "config.json"} | {**own.files}
+    return dataclasses.replace(
+        own, files=files, code=tuple(sorted({*own.code, *found.code})), notes=own.notes + found.notes
+    )
 
 
 def model_of(

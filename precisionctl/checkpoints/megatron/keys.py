@@ -28,6 +28,10 @@ EXTRA_STATE = "._extra_state"
 COMPANIONS = Path("precisionctl/hf")
 """Directory for the Hugging Face files (config, tokenizer) that Megatron has no place for."""
 
+BRIDGE_TOKENIZER = "tokenizer"
+"""Directory in which Megatron-Bridge saves the tokenizer beside the weights (0.3.1 training/checkpointing.py,
+save_tokenizer_assets)."""
+
 RUN_FILE = Path("precisionctl/run.json")
 """What a run of `resume` says of itself in each of its checkpoints."""
 
