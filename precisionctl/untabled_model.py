@@ -22,7 +22,7 @@ class UntabledModel(ModelShape):
         return super().__getattribute__(name)
 
     def described(self) -> dict[str, Any]:
-        return {"architecture": self.architecture}
+        return {"architecture": self.architecture, "no_table": self.why.what}
 
 
 _UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture", "wrapper"}

@@ -360,7 +360,7 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path
     any_models.save(tmp_path / "source", "glm4_moe")
     request = Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")
     planned = plan_command(request).plan.describe()
-    assert planned["model"] == {"architecture": "glm4_moe"} and not (tmp_path / "out").exists()
+    assert planned["model"]["architecture"] == "glm4_moe" and not (tmp_path / "out").exists()
     trees = []
     for workers in (1, 2):
         carry_out(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic"), workers=workers)

@@ -218,6 +218,7 @@ STAY = (
     "figure.png",
     ".gitattributes",
     "model.gguf",
+    "recipe.yaml",
 )
 
 

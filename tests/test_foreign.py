@@ -128,6 +128,11 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
     "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
+    "a value head": (
+        renamed(str, **{"v_head.summary.weight": torch.ones(1, 64)}),
+        "head for rewards or values",
+        "pretrained_model",
+    ),
     "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
     "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
     "a folder of a run": (

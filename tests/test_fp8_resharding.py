@@ -2,8 +2,10 @@
 
 import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import conversions
 import pico
 import pytest
 import torch
@@ -18,16 +20,19 @@ from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, decode
 from precisionctl.checkpoints.megatron.fp8_state_writer import grouped_payloads, payloads_of
 from precisionctl.checkpoints.megatron.keys import object_key
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.conversion import convert
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ATTENTION, BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
+from precisionctl.precision import Precision
 
 LINEAR = "decoder.layers.1.mlp.experts.linear_fc1"
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -260,6 +265,30 @@ def test_state_goes_through_every_size_and_container_bit_for_bit(tmp_path, famil
         assert carried.modules.keys() == states.modules.keys()
         for name, state in states.modules.items():
             assert same(carried.modules[name], state), name
+
+
+def test_state_of_a_run_goes_through_hugging_face_in_fp8_bit_for_bit(tmp_path):
+    """Though the weights are rounded to codes there, as `--precision fp8` asks."""
+    source = model(tmp_path, "llama-3")
+    recipe = Precision(fp8=True, delayed=DelayedScaling(amax_history_len=4))
+    conversions.run(tmp_path / "hf", tmp_path / "first", "megatron", "fp8", recipe=recipe)
+    of_weights = open_checkpoint(tmp_path / "first").fp8
+    assert of_weights is not None
+    rest = states_of(source).modules  # whose weights are not the model's
+    modules = {
+        name: Fp8State({role: (state if role == "weight" else rest[name]).roles[role] for role in state.roles})
+        for name, state in of_weights.modules.items()
+    }
+    states = replace(of_weights, modules=modules)
+    sidecar.write(tmp_path / "state", states)
+    conversions.run(tmp_path / "hf", tmp_path / "m", "megatron", "fp8", fp8_state=tmp_path / "state")
+    conversions.run(tmp_path / "m", tmp_path / "fp8", "hf", "fp8")
+    conversions.run(tmp_path / "fp8", tmp_path / "back", "megatron", "fp8")
+    for name in ("m", "fp8", "back"):
+        found = open_checkpoint(tmp_path / name).fp8
+        assert found is not None and found.recipe == states.recipe
+        for module, state in states.modules.items():
+            assert same(found.modules[module], state), (name, module)
 
 
 def test_a_torch_checkpoint_whose_ranks_differ_is_merged(tmp_path):

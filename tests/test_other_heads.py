@@ -19,7 +19,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import RecipeError, UnknownArchitecture
+from precisionctl.errors import RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.param import TensorSpec
 from precisionctl.verify.engine_rules import check
 
@@ -33,11 +33,13 @@ def of_class(auto: Any, family: str) -> Callable[[Path], object]:
     return make
 
 
-def with_head(**head: tuple[int, ...]) -> Callable[[Path], object]:
-    """A language model with more tensors, as TRL's value heads are saved, and Qwen's reward models."""
+def with_head(kind: str, **head: tuple[int, ...]) -> Callable[[Path], object]:
+    """A model with more tensors, whose config.json names this class."""
 
     def make(directory: Path) -> None:
         pico.save(directory, "llama-2", dtype=torch.bfloat16)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"architectures": [kind]}))
         path = directory / "model.safetensors"
         more = {name: torch.randn(shape).bfloat16() for name, shape in head.items()}
         save_file(load_file(path) | more, path, metadata={"format": "pt"})
@@ -50,10 +52,22 @@ HEADS: dict[str, tuple[Callable[[Path], object], set[str]]] = {
     "classes of a family with experts": (of_class(AutoModelForSequenceClassification, "mixtral"), {"score"}),
     "classes of tokens": (of_class(AutoModelForTokenClassification, "gpt-neox"), {"classifier"}),
     "a head of two linears": (
-        with_head(**{"score.0.weight": (64, 64), "score.0.bias": (64,), "score.2.weight": (1, 64)}),
+        with_head(
+            "LlamaForRewardModel", **{"score.0.weight": (64, 64), "score.0.bias": (64,), "score.2.weight": (1, 64)}
+        ),
         {"score.0", "score.2"},
     ),
-    "a value head": (with_head(**{"v_head.summary.weight": (1, 64), "v_head.summary.bias": (1,)}), {"v_head.summary"}),
+    "a head with a gate, as ArmoRM's": (
+        with_head(
+            "LlamaForRewardModelWithGating",
+            **{
+                "regression_layer.weight": (19, 64),
+                "gating.layers.0.weight": (64, 64),
+                "reward_transform": (9, 9),
+            },
+        ),
+        {"regression_layer", "gating.layers.0"},
+    ),
 }
 
 
@@ -91,14 +105,23 @@ def test_what_needs_the_head_of_a_language_model_is_refused_with_which_model_to_
     ]
     for request in refused:
         with pytest.raises(
-            UnknownArchitecture, match=r"head for rewards or classes \(`score.weight`\).*language model"
+            UnknownArchitecture, match=r"head for rewards or classes \(LlamaForSequenceClassification\).*language model"
         ):
             plan_command(request)
     with pytest.raises(RecipeError, match="'score' names `score.weight`, which never becomes codes: it is a head"):
         plan_command(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic", include=("score",)))
 
 
-@pytest.mark.parametrize("head", "score classifier qa_outputs v_head value_head reward_head regression_head".split())
+def test_a_head_beside_that_of_a_language_model_is_refused_with_what_to_save(tmp_path: Path) -> None:
+    """As TRL's value heads are saved: no engine has a class with both."""
+    with_head("LlamaForCausalLM", **{"v_head.summary.weight": (1, 64), "v_head.summary.bias": (1,)})(
+        tmp_path / "source"
+    )
+    with pytest.raises(UnknownFormat, match=r"beside its own.*pretrained_model\.save_pretrained"):
+        plan_command(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic"))
+
+
+@pytest.mark.parametrize("head", "score classifier qa_outputs v_head value_head reward_head rm_head gating".split())
 def test_no_linear_of_a_head_becomes_codes(head: str) -> None:
     names = [f"{before}{head}.{linear}weight" for before in ("", "model.") for linear in ("", "0.", "summary.", "a.1.")]
     spec = TensorSpec((64, 64), DType.bfloat16)

@@ -11,7 +11,7 @@ from precisionctl import architectures
 from precisionctl.architectures.config_keys import CAUSAL, Config, Key
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.read_off import READ_OFF, head_of_numbers
+from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.architectures.wrappers import (
     can_be_wrapped,
     in_directory,
@@ -40,10 +40,12 @@ _NO_TABLE = (
 )
 
 
+_FOR_NUMBERS = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]|Reward")
+"""Classes for another task than text: `LlamaForSequenceClassification`, `Qwen2ForRewardModel`."""
+
 _OF_NUMBERS = (
-    "It goes from Hugging Face to Hugging Face alone, by `convert --to hf` and `export-inference` (docs/any_model.md). "
-    "For all else give a model with the head of a language model: the one that it was trained from, or that in TRL's "
-    '`AutoModelForCausalLMWithValueHead`, `model.pretrained_model.save_pretrained("OUT")`.'
+    "`convert --to hf` and `export-inference` take it without a table (docs/any_model.md). For all else give the "
+    "language model that it was trained from."
 )
 
 
@@ -80,8 +82,8 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         model = from_hf_config(config, where)
         if model.wrapper:
             return in_directory(model, config, stored)
-        if head := head_of_numbers(stored):
-            what = f"a model with a head for rewards or classes (`{head:.60}`), which gives numbers and no tokens"
+        if stored and (kind := _class_for_numbers(config)):
+            what = f"a model with a head for rewards or classes ({kind:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
         return model
     except UnknownArchitecture as why:
@@ -91,6 +93,13 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
+
+
+def _class_for_numbers(config: Config) -> str | None:
+    """The class of a config.json if it is not a language model's; None for one of those, and for none."""
+    named = config.get("architectures")
+    kinds = [kind for kind in named if isinstance(kind, str)] if isinstance(named, list) else []
+    return next(filter(_FOR_NUMBERS.search, kinds), None)
 
 
 def _is_refused(config: Config) -> bool:

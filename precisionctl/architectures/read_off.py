@@ -7,7 +7,7 @@ rules. What is not sure to be such a weight stays as it is: that costs bytes, an
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -118,16 +118,11 @@ _NEVER: Mapping[str, re.Pattern[str]] = {
 }
 """What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
 
-_OF_NUMBERS = re.compile(
-    r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
+HEAD_OF_NUMBERS = re.compile(
+    r"(?:.+\.)?(?:score|classifier|qa_outputs|(?:v|value|reward|rm|regression)_head|regression_layer|gating)"
+    r"\.(?:.+\.)?weight"
 )
 """Weights of heads for rewards or classes, of one linear or several: `score.0.weight`, `v_head.summary.weight`."""
-
-
-def head_of_numbers(names: Iterable[str]) -> str | None:
-    """The first weight of a head that gives numbers and no tokens; None if there is none."""
-    return next(filter(_OF_NUMBERS.fullmatch, names), None)
-
 
 _UNLESS_ASKED: Mapping[str, re.Pattern[str]] = {
     "of a tower or projector": re.compile(
@@ -139,7 +134,7 @@ _UNLESS_ASKED: Mapping[str, re.Pattern[str]] = {
     "of an indexer": re.compile(r"indexer|compressor"),
     "of a state-space model's step": re.compile(r"x_proj|dt_proj"),
     "of a convolution": re.compile(r".*conv\d?d?"),
-    "of a residual connection": re.compile(r".*hyper_connection.*|altup.*"),
+    "of a residual connection": re.compile(r".*hyper_connection.*|altup.*|per_layer_.*"),
 }
 """What any word of a matrix's name may say: that it is not encoded unless somebody asks for it. Whole words, between
 dots: `gate` is a router, `gate_proj` is not. Small, or costly to round: who chooses experts or tokens, how fast a state
@@ -170,7 +165,7 @@ def _why_never(name: str, spec: TensorSpec) -> str | None:
         return "no matrix of a linear"
     if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
-    return "a head" if _OF_NUMBERS.fullmatch(name) else _says(name.removesuffix(".weight").rpartition(".")[2])[0]
+    return "a head" if HEAD_OF_NUMBERS.fullmatch(name) else _says(name.removesuffix(".weight").rpartition(".")[2])[0]
 
 
 def _why_unasked(words: list[str], text: bool) -> str | None:

@@ -89,6 +89,7 @@ KINDS = (
         "stays",
         "the state of another trainer's run",
     ),
+    CompanionKind(("recipe.yaml",), "stays", "how llm-compressor made the codes"),
     CompanionKind(
         ("*.gguf", "*.pth", "*.pt", "*.onnx", "*.h5", "*.msgpack", "params.json"),
         "stays",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.read_off import HEAD_OF_NUMBERS
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
@@ -165,6 +166,14 @@ TENSORS = (
         f"`{dcp.FILE}`, and tensors of an optimizer alone",
         "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
         lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
+    ),
+    Foreign(
+        "a language model with a head for rewards or values beside its own",
+        "a tensor such as `v_head.summary.weight` or `score.weight`, and a class for text in config.json",
+        "No class of transformers or of an engine loads both. Of TRL's value heads, save the model inside: "
+        '`model.pretrained_model.save_pretrained("OUT")`; of a reward model let `architectures` in config.json name '
+        "its class, such as LlamaForSequenceClassification.",
+        lambda reader: _first(reader.specs, HEAD_OF_NUMBERS.fullmatch) if _of_a_family(reader) else None,
     ),
     Foreign(
         "weights in PaddlePaddle's form, in which linears are transposed",

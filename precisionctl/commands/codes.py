@@ -57,7 +57,9 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     _check_blocks(engine, model.architecture, scheme, ())  # before amaxes are asked for, which nothing would need
     if SCHEMES[scheme].fixed_inputs:
         notes += input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
-    notes += known.notes  # no note on outdated state: the choice of the scheme names it
+    # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
+    notes += known.notes if request.target else known_state_notes(known, carried=True)
+    states = None if request.target else known.current or known.outdated
     if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
         raise model.why
     layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
@@ -112,7 +114,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     notes += rounded_notes(reader, plan)
     notes.append(f"Serve it with: {_served_as_asked(request, engine, request.destination)}")
     card = _card(request, source, plan, engine, form)
-    return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+    return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
 
 
 def _scheme(request: Request, source: Source, engine: Engine, precision: Precision) -> tuple[Scheme, str]:

@@ -47,6 +47,7 @@ def as_values(request: Request, source: Source) -> Result:
     live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
     notes = [
         *_notes(request, source, run),
+        *_stateless_notes(request),
         *(state.notes if state else ()),
         *(_payload_notes(request, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
@@ -93,6 +94,15 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
     if source.trained and request.container == "torch":
         yield "Continue with --no-load-rng: the result has no states of random generators."
+
+
+def _stateless_notes(request: Request) -> Iterator[str]:
+    """That a recipe without state leaves nothing in a checkpoint for training."""
+    if request.precision == "fp8" and request.recipe and not request.recipe.keeps_state:
+        yield (
+            f"{request.recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
+            "run the recipe, `resume --precision fp8 --recipe ...` here, --fp8-recipe in Megatron-LM."
+        )
 
 
 def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:

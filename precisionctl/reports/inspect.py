@@ -297,8 +297,8 @@ def _part_rows(description: Description) -> list[tuple[str, str]]:
 
 def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the sizes of a model, or one row that says that its family has no table."""
-    if "num_layers" not in model:
-        return [("table", "none for this family: converts from Hugging Face to Hugging Face only")]
+    if "no_table" in model:
+        return [("table", f"none: {model['no_table']}; converts from Hugging Face to Hugging Face only")]
     padding = model["padded_vocab_size"] - model["vocab_size"]
     per_layer = model["per_layer_embed_dim"]
     beside = f", an embedding of {per_layer} for each layer" if per_layer else ""
