@@ -289,6 +289,14 @@ def test_without_warm_up_passes_only_the_weights_are_known(place: Path, tmp_path
 def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Path) -> None:
     started, _, _ = run(settings(fp8_run, place / "text.txt", tmp_path / "run", "fp8", load="weights"))
     assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
+    assert not any("the FP8 state is of a run with" in note for note in started.notes)
+
+
+def test_another_recipe_than_that_of_the_carried_state_is_said(fp8_run: Path, place: Path, tmp_path: Path) -> None:
+    other = {"load": "weights", "train__steps": 1, "precision__delayed__margin": 1}
+    started, _, _ = run(settings(fp8_run, place / "text.txt", tmp_path / "run", "fp8", **other))
+    said = "the FP8 state is of a run with margin 0; this recipe has margin 1 (--set precision.delayed.KEY=VALUE)"
+    assert said in started.notes
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])

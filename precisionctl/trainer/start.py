@@ -9,7 +9,7 @@ that has seen no token starts with the largest amax of the other experts in its 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -108,7 +108,8 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
     if any(states.has_router_weights for states in state.usable):
         left += (f"{FC2_OF_EXPERTS} after multiplication by the router's weights; this trainer multiplies later",)
-    return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
+    others = (states.recipe for states in state.usable if states.producer not in _PRODUCERS)
+    return Fp8Start(_counts(sources), carried, (*left, *_recipe_notes(others, recipe), *_notes(change, sources)))
 
 
 def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
@@ -221,6 +222,15 @@ def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mappi
         source: {role: counted[role][source] for role in IN_USE if counted[role][source]}
         for source in dict.fromkeys(source for role in IN_USE for source in counted[role])
     }
+
+
+def _recipe_notes(others: Iterable[DelayedScaling], recipe: DelayedScaling) -> Iterator[str]:
+    """What a run does otherwise than the one whose state it starts with."""
+    for other in islice((other for other in others if other != recipe), 1):
+        keys = [key for key in vars(recipe) if getattr(other, key) != getattr(recipe, key)]
+        theirs = ", ".join(f"{key} {getattr(other, key)}" for key in keys)
+        mine = ", ".join(f"{key} {getattr(recipe, key)}" for key in keys)
+        yield f"the FP8 state is of a run with {theirs}; this recipe has {mine} (--set precision.delayed.KEY=VALUE)"
 
 
 def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> tuple[str, ...]:
