@@ -17,7 +17,6 @@ from precisionctl.discover import discover_names
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.code_rules import EXPERT, other_codes, wrong_scales
 from precisionctl.engines.demands import scales_of_no_use
-from precisionctl.engines.division_rules import Division
 from precisionctl.engines.fused_rules import FusedLinears
 from precisionctl.engines.ignore_lists import in_time
 from precisionctl.engines.joined_tensors import wrongly_joined
@@ -26,7 +25,7 @@ from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype
 from precisionctl.engines.required_keys import MissingKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.serving import ServingLayout, text_config
-from precisionctl.engines.shape_rules import ShapeRules
+from precisionctl.engines.serving_rules import Division, ShapeRules
 from precisionctl.errors import PrecisionctlError, RecipeError, nearest, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, form_in_words, kind_of
@@ -194,10 +193,10 @@ class Engine:
     def check_experts(self, names: Iterable[str], method: str, scheme: str, text_type: object) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
         known, rules = FOUR_BITS.get(scheme, scheme), self.methods[method]
-        values = rules.as_values
+        values, formats = rules.as_values, rules.formats if rules.experts is None else rules.experts
         what = f"experts of {method} with {_in_words(known)}"
-        rule = self._loads(f"experts of {method}", rules.experts)
-        if known in rules.experts:
+        rule = self._loads(f"experts of {method}", formats)
+        if known in formats:
             if values is None or text_type not in values.models:
                 return []
             what, rule = f"{what}, which ask this model's config for {values.asked}", values.rule

@@ -24,7 +24,7 @@ class ExpertsAsValues:
 class MethodRules:
     """What an engine does with the directories of one quant method.
 
-    formats, experts: the schemes, and formats of packed codes, that it loads; and those that it loads for experts, too.
+    formats, experts: the schemes, and formats of packed codes, that it loads, and of experts if not the same (None).
     ignored: how it finds out which modules are values; ignored_in: the same in a scheme where it does otherwise.
     bf16_scales: whether it rounds FP32 scales to BF16. cache: what it does with the scales of an FP8 KV cache, in words
     that follow its name; empty if nothing. joined: the rule on the format of tensors that it joins with others as it
@@ -36,8 +36,8 @@ class MethodRules:
     """
 
     formats: Sequence[str]
-    experts: Sequence[str]
     ignored: IgnoreList
+    experts: Sequence[str] | None = None
     ignored_in: Mapping[str, IgnoreList] = field(default_factory=dict)
     bf16_scales: bool = False
     cache: str = ""

@@ -1,6 +1,7 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
 from dataclasses import replace
+from functools import partial
 
 from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import (
@@ -24,7 +25,6 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.division_rules import Division
 from precisionctl.engines.fused_rules import FusedLinears
 from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
 from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
@@ -42,18 +42,13 @@ from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
-from precisionctl.engines.shape_rules import ShapeRules
+from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _INDEXERS = ("index_q_proj", "index_k_proj")
 """MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
-_IGNORED_LAYERS = IgnoreList(
-    ("ignored_layers", "modules_to_not_convert"),
-    BY_PATH,
-    heads_apart=True,
-    unquantized=_UNQUANTIZED,
-    experts=BY_MODULE,
-)
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED)
+_IGNORED_LAYERS = _list(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True, experts=BY_MODULE)
 
 ENGINE = Engine(
     name="sglang",
@@ -77,29 +72,18 @@ ENGINE = Engine(
         "compressed-tensors": MethodRules(
             formats=("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
             experts=("NVFP4", "INT4", "INT8", "static", "dynamic"),
-            ignored=IgnoreList(
-                ("ignore",), BY_END_OR_REGEX, heads_apart=True, unquantized=_UNQUANTIZED, experts=FIRST_EXPERT
-            ),
+            ignored=_list(("ignore",), BY_END_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
             cache="casts keys and values with them",
         ),
         "modelopt": MethodRules(
             formats=("NVFP4", "static", "mxfp8"),
-            experts=("NVFP4", "static", "mxfp8"),
-            ignored=IgnoreList(
-                ("ignore", "exclude_modules"), BY_PART_OR_GLOB, unquantized=_UNQUANTIZED, experts=BY_MODULE
-            ),
+            ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
             ignored_in={"mxfp8": replace(_IGNORED_LAYERS, keys=("exclude_modules", "ignore"))},  # read as its own mxfp8
             cache="casts keys and values with them",
         ),
-        "mxfp8": MethodRules(
-            formats=("mxfp8",),
-            experts=("mxfp8",),
-            ignored=_IGNORED_LAYERS,
-            cache="casts keys and values with them",
-        ),
+        "mxfp8": MethodRules(formats=("mxfp8",), ignored=_IGNORED_LAYERS, cache="casts keys and values with them"),
         "fp8": MethodRules(
             formats=("block", "static", "per-tensor weights and dynamic"),
-            experts=("block", "static", "per-tensor weights and dynamic"),
             ignored=_IGNORED_LAYERS,
             cache="casts keys and values with them",
         ),

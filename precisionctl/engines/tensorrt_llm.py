@@ -6,7 +6,6 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
-from precisionctl.engines.division_rules import Division
 from precisionctl.engines.fused_rules import FusedLinears
 from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX
 from precisionctl.engines.ignored_modules import IgnoreList
@@ -14,7 +13,7 @@ from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.required_keys import of_models, rotary_of_transformers_4
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
-from precisionctl.engines.shape_rules import ShapeRules
+from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
@@ -38,15 +37,9 @@ ENGINE = Engine(
         "compressed-tensors": MethodRules(
             formats=("dynamic", "block"), experts=(), ignored=IgnoreList(("ignore",), BY_NAME_OR_REGEX)
         ),
-        "fp8": MethodRules(
-            formats=("block",),
-            experts=("block",),
-            ignored=IgnoreList(("modules_to_not_convert",), BY_GLOB),
-            cache=_TOLD,
-        ),
+        "fp8": MethodRules(formats=("block",), ignored=IgnoreList(("modules_to_not_convert",), BY_GLOB), cache=_TOLD),
         "mxfp8": MethodRules(
             formats=("mxfp8",),
-            experts=("mxfp8",),
             ignored=IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_GLOB),
             cache=_TOLD,
         ),

@@ -25,7 +25,7 @@ from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules
 from precisionctl.engines.model_rules import ExpertDtype
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
-from precisionctl.engines.shape_rules import ShapeRules
+from precisionctl.engines.serving_rules import ShapeRules
 from precisionctl.quant_methods.compressed_tensors import GROUPS_AND_BLOCKS
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -97,13 +97,7 @@ ENGINE = Engine(
             one_by_one=_LLAMA4_EXPERTS,
             in_one=_IN_ONE,
         ),
-        "mxfp8": MethodRules(
-            formats=("mxfp8",),
-            experts=("mxfp8",),
-            ignored=_FINE_GRAINED,
-            as_values=_AS_VALUES,
-            in_one=_IN_ONE,
-        ),
+        "mxfp8": MethodRules(formats=("mxfp8",), ignored=_FINE_GRAINED, as_values=_AS_VALUES, in_one=_IN_ONE),
         "fp8": MethodRules(
             formats=("block", "static", "per-tensor weights and dynamic"),
             experts=("block",),

@@ -1,5 +1,7 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
+from functools import partial
+
 from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import (
     cache_by,
@@ -20,7 +22,6 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.division_rules import Division
 from precisionctl.engines.fused_rules import FusedLinears
 from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
 from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
@@ -37,10 +38,11 @@ from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_ke
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
-from precisionctl.engines.shape_rules import ShapeRules
+from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED)
 
 ENGINE = Engine(
     name="vllm",
@@ -68,34 +70,22 @@ ENGINE = Engine(
                 *("per-channel weights and static", "per-tensor weights and dynamic"),
             ),
             experts=("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
-            ignored=IgnoreList(
-                ("ignore",), BY_NAME_OR_REGEX, heads_apart=True, unquantized=_UNQUANTIZED, experts=FIRST_EXPERT
-            ),
+            ignored=_list(("ignore",), BY_NAME_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
             cache="casts keys and values with them, and switches its cache to FP8 by itself",
         ),
         "modelopt": MethodRules(
             formats=("NVFP4", "static", "dynamic", "block", "mxfp8"),
             experts=("NVFP4", "static", "mxfp8"),
-            ignored=IgnoreList(
-                ("ignore", "exclude_modules"), BY_PART_OR_GLOB, unquantized=_UNQUANTIZED, experts=BY_MODULE
-            ),
+            ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
             cache="casts keys and values with them, and switches its cache to FP8 by itself",
         ),
         "mxfp8": MethodRules(
             formats=("mxfp8",),
-            experts=("mxfp8",),
-            ignored=IgnoreList(("ignored_layers",), BY_PART_OR_GLOB, unquantized=_UNQUANTIZED, experts=BY_MODULE),
+            ignored=_list(("ignored_layers",), BY_PART_OR_GLOB, experts=BY_MODULE),
         ),
         "fp8": MethodRules(
             formats=("block", "static", "per-tensor weights and dynamic"),
-            experts=("block", "static", "per-tensor weights and dynamic"),
-            ignored=IgnoreList(
-                ("ignored_layers", "modules_to_not_convert"),
-                BY_NAME,
-                heads_apart=True,
-                unquantized=_UNQUANTIZED,
-                experts=BY_MODULE,
-            ),
+            ignored=_list(("ignored_layers", "modules_to_not_convert"), BY_NAME, heads_apart=True, experts=BY_MODULE),
             cache="casts keys and values with them if it is started with an FP8 cache",
         ),
         "quark": MethodRules(
@@ -104,7 +94,7 @@ ENGINE = Engine(
                 *("per-channel weights and static", "per-tensor weights and dynamic"),
             ),
             experts=("MXFP4", "static", "dynamic"),
-            ignored=IgnoreList(("exclude",), BY_NAME_OR_REGEX, heads_apart=True, unquantized=_UNQUANTIZED),
+            ignored=_list(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
         ),
     },
     quantisation=EngineRule(

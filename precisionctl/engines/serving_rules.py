@@ -1,11 +1,14 @@
-"""Which shapes of weights an engine takes as codes."""
+"""What an engine asks of a model on each of its GPUs: the shapes of codes that it takes, and what GPUs divide."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
+from precisionctl.engines.code_rules import EXPERT, experts_module
 from precisionctl.engines.model_rules import RowsMoved
 from precisionctl.engines.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import Ragged, ServingLayout
@@ -20,6 +23,11 @@ _OF_CONV1D = ("gpt2", "openai-gpt")
 
 _UNKNOWN_CUT = EngineRule(
     "how GPUs divide it is not known, so whether they can was not checked", "precisionctl verify", fatal=False
+)
+
+_HEADS_EVENLY = EngineRule(
+    "every GPU gets the same number of heads; fewer key-value heads than GPUs are each on the same number of GPUs",
+    "vLLM 0.33 config/model.py, layers/linear.py QKVParallelLinear, mamba_mixer2.py; SGLang's have the same rules",
 )
 
 
@@ -82,3 +90,38 @@ class ShapeRules:
     def _conv1d(self, name: str, served: ServingLayout) -> EngineRule | None:
         """The rule by which codes of this weight are not loaded, as it is one of GPT-2's linears."""
         return self.conv1d if served.model_type in _OF_CONV1D and _CONV1D.fullmatch(name) else None
+
+
+@dataclass(frozen=True)
+class Division:
+    """How an engine divides a model among GPUs.
+
+    experts: what it asks of experts that are dealt out whole; None: nothing. evenly: whether each GPU must get as many.
+    whole_groups: the rule that GPUs share no group of a mixer beside codes; None: they may.
+    """
+
+    experts: EngineRule | None = None
+    evenly: bool = False
+    whole_groups: EngineRule | None = None
+
+    def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
+        """Why the engine does not divide a model with these tensors, as a finding: GPUs do not divide its heads; or its
+        experts are to be dealt out whole, and there are none, or the GPUs do not divide their number."""
+        if served.uneven:
+            return [Finding("config.json", served.uneven, _HEADS_EVENLY)]
+        rule = self.experts
+        if rule is None or not served.expert_parallel:
+            return []
+        names = list(names)
+        counts = Counter((match[1], match[2]) for match in map(EXPERT.fullmatch, names) if match)
+        if not counts and not any(experts_module(name.partition("[")[0]) for name in names):
+            return [Finding("config.json", "a model without experts", rule)]
+        uneven = ((module, count) for (module, _), count in counts.items() if self.evenly and count % served.ranks)
+        what = "{} experts on {} GPUs"
+        return [Finding(module, what.format(count, served.ranks), rule) for module, count in islice(uneven, 1)]
+
+    def check_groups(self, served: ServingLayout) -> list[Finding]:
+        """That GPUs would share a mixer's only group, where the engine does not let them beside codes, as a finding."""
+        if self.whole_groups is None or not served.shares_rows:
+            return []
+        return [Finding("config.json", f"mixers of one group on {served.ranks} GPUs", self.whole_groups)]
