@@ -123,7 +123,7 @@ def export(
     form = WeightFormat(quant_methods()[method], scheme, numbers)
     values = make_plan(source, "hf", dtype=DType.bfloat16, naming="as saved")
     layout = served(values.model, values.targets)
-    refusal = partial(engines()["vllm"].refusal, block=SCHEMES[scheme].block, served=layout, method=method)
+    refusal = partial(engines()["vllm"].shapes.refusal, block=SCHEMES[scheme].block, served=layout, method=method)
     plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"], refusal, why_no_state=""))
     directory.mkdir()
     writer = HuggingFaceWriter(

@@ -14,6 +14,7 @@ from engine_exports import ENGINES, LAYER, METHODS, exported
 from installed import BEFORE_5_23, need_loader
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
@@ -206,3 +207,26 @@ def test_experts_in_one_tensor_are_in_the_list_by_the_name_that_the_engine_looks
     path.write_text(json.dumps(config))
     found = check(open_checkpoint(tmp_path / "out"), ENGINES[engine])
     assert any("experts` is not ignored" in each.what or ".0.gate_proj` is not" in each.what for each in found)
+
+
+@of_this_release
+@pytest.mark.parametrize("second", [{}, {"ignored_layers": []}, {"ignored_layers": ["of the second"]}])
+@pytest.mark.parametrize("first", [{}, {"modules_to_not_convert": []}, {"modules_to_not_convert": ["of the first"]}])
+def test_of_two_lists_transformers_takes_the_first_that_is_there_even_if_it_is_empty(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    theirs = FineGrainedFP8Config(**first, **second).modules_to_not_convert
+    assert TRANSFORMERS.methods["fp8"].ignored.entries(first | second) == theirs
+
+
+def test_what_only_a_list_behind_an_empty_one_names_is_no_value_to_transformers() -> None:
+    config, specs = exported(TRANSFORMERS, "block")
+    module, quantization = f"{LAYER}.mlp.down_proj", config["quantization_config"]
+    specs[f"{module}.weight"] = TensorSpec(specs[f"{module}.weight"].shape, DType.bfloat16)
+    del specs[f"{module}.weight_scale_inv"]
+    quantization["ignored_layers"] = [*quantization.pop("modules_to_not_convert"), module]
+    ones = {name: torch.ones(spec.shape) for name, spec in specs.items()}
+    assert TRANSFORMERS.check(config, specs, ones.__getitem__) == []
+    quantization["modules_to_not_convert"] = []
+    (found,) = (each for each in TRANSFORMERS.check(config, specs, ones.__getitem__) if module in each.where)
+    assert found.what == "bfloat16 values, but its module is not ignored" and found.rule.fatal

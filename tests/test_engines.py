@@ -38,7 +38,7 @@ def findings(engine, config, specs, read=one):
 def test_every_engine_reads_what_it_is_written_in():
     for engine in ENGINES.values():
         for scheme, method in engine.spells.items():
-            assert FOUR_BITS.get(scheme, scheme) in engine.reads[method]
+            assert FOUR_BITS.get(scheme, scheme) in engine.formats(method)
 
 
 @EVERY
@@ -130,7 +130,7 @@ def test_part_of_a_fused_group_in_bf16_is_refused(engine, scheme):
     specs[f"{module}.weight"] = TensorSpec((128, 256), DType.bfloat16)
     ignored(engine, scheme, config).append(module)
     lines = findings(engine, config, specs)
-    assert ["not all that it is fused with" in line for line in lines] == [True] * bool(engine.fuses)
+    assert ["not all that it is fused with" in line for line in lines] == [True] * bool(engine.fused.groups)
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -170,10 +170,10 @@ def test_blocks_are_cut_and_joined_whole(engine, case):
     weight = TensorSpec(shape, CODES)
     name = f"model.layers.1.{module}.weight"
     served = ServingLayout.of(heads, ranks)
-    finding = engine.check_shape(name, weight, SQUARE, served, "fp8")
+    finding = engine.shapes.check_shape(name, weight, SQUARE, served, "fp8")
     assert (finding is not None) == (engine.name in refusing), finding
     if finding:
-        assert finding.rule == engine.blocks and finding.rule.fatal
+        assert finding.rule == engine.shapes.blocks and finding.rule.fatal
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -183,18 +183,18 @@ def test_experts_are_cut_unless_they_are_dealt_out_whole(engine, linear, shape):
     moe_intermediate_size by tp_size // ep_size."""
     name, weight = f"{LAYER}.mlp.experts.0.{linear}.weight", TensorSpec(shape, CODES)
     qwen3_30b = ServingLayout((HeadCounts(32, 4),), 8)
-    cut = engine.check_shape(name, weight, SQUARE, qwen3_30b, "fp8")
+    cut = engine.shapes.check_shape(name, weight, SQUARE, qwen3_30b, "fp8")
     assert cut and "on each of 8 GPUs" in cut.what and "--expert-parallel" in cut.what
-    assert not engine.check_shape(name, weight, SQUARE, replace(qwen3_30b, expert_parallel=True), "fp8")
+    assert not engine.shapes.check_shape(name, weight, SQUARE, replace(qwen3_30b, expert_parallel=True), "fp8")
 
 
 def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it():
     vllm, layout = ENGINES["vllm"], ServingLayout((HeadCounts(4, 4),), 2)
     shared = f"{LAYER}.mlp.shared_experts.gate_proj.weight"  # engines cut it as any other linear
     for served in (layout, replace(layout, expert_parallel=True)):
-        cut = vllm.check_shape(shared, TensorSpec((640, 256), CODES), SQUARE, served, "fp8")
+        cut = vllm.shapes.check_shape(shared, TensorSpec((640, 256), CODES), SQUARE, served, "fp8")
         assert cut and cut.what.endswith("are not a multiple of 128")
-        whole = vllm.check_shape(
+        whole = vllm.shapes.check_shape(
             f"{LAYER}.mlp.experts.7.gate_proj.weight", TensorSpec((192, 256), CODES), SQUARE, served, "fp8"
         )
         assert whole and "--expert-parallel" not in whole.what
@@ -203,17 +203,21 @@ def test_what_expert_parallelism_does_not_help_is_refused_without_a_word_of_it()
 
 def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
     vllm, served = ENGINES["vllm"], ServingLayout((HeadCounts(4, 4),), 2)
-    finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), CHANNEL, served, "fp8")
+    finding = vllm.shapes.check_shape(
+        f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), CHANNEL, served, "fp8"
+    )
     assert finding and finding.what == "shape [24, 64] on each of 2 GPUs, of which FP8 GEMMs need multiples of 16"
-    assert not vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), CHANNEL, served, "fp8")
+    assert not vllm.shapes.check_shape(
+        f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), CHANNEL, served, "fp8"
+    )
 
 
 def test_weights_stored_as_one_are_told_apart_by_their_heads():
     """Phi-3's `qkv_proj`: 4 heads of 96 for queries, 2 for keys: 384, 192, 192."""
     vllm, served = ENGINES["vllm"], ServingLayout((HeadCounts(4, 2),))
     name = f"{LAYER}.self_attn.qkv_proj.weight"
-    assert vllm.check_shape(name, TensorSpec((768, 256), CODES), SQUARE, served, "fp8")
-    assert not vllm.check_shape(name, TensorSpec((1024, 256), CODES), SQUARE, served, "fp8")
+    assert vllm.shapes.check_shape(name, TensorSpec((768, 256), CODES), SQUARE, served, "fp8")
+    assert not vllm.shapes.check_shape(name, TensorSpec((1024, 256), CODES), SQUARE, served, "fp8")
 
 
 def test_what_deepseek_leaves_unnamed_is_known_to_be_bf16():

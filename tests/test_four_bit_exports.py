@@ -206,7 +206,7 @@ def test_what_cannot_be_is_refused_with_the_next_step(tmp_path: Path, sources: M
     export(sources["llama-3"], tmp_path / "uncut", "vllm", "w4a16")
     uncut = open_checkpoint(tmp_path / "uncut")
     assert check(uncut, engine_named("vllm")) == []
-    assert {finding.rule for finding in check(uncut, engine_named("vllm"), 2)} == {engine_named("vllm").blocks}
+    assert {finding.rule for finding in check(uncut, engine_named("vllm"), 2)} == {engine_named("vllm").shapes.blocks}
     pico.save(tmp_path / "part", "llama-3", dtype=torch.bfloat16, hidden_size=128)  # o_proj and down_proj misfit
     export(tmp_path / "part", tmp_path / "out", "vllm", "w4a16", keep_misfits=True)
     assert stored(tmp_path / "out", UP)["weight_packed"].dtype == torch.int32

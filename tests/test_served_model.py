@@ -208,9 +208,9 @@ def test_the_one_group_of_a_mixer_goes_to_every_gpu_and_needs_scales_of_rows() -
     for block in (TENSOR, SQUARE):
         assert "scale for each row" in str(layout.refusal(name, weight, block, "last"))
     assert layout.uneven is None
-    shared = {name: engine.check_groups(layout) for name, engine in engines().items()}
+    shared = {name: engine.division.check_groups(layout) for name, engine in engines().items()}
     assert [name for name, found in shared.items() if found] == ["sglang"]  # MambaMixer2 asserts it
-    assert not engines()["sglang"].check_groups(served(model, coded(model), 1))
+    assert not engines()["sglang"].division.check_groups(served(model, coded(model), 1))
     of_two = served(model_of("granite-hybrid", mamba_n_groups=2), {}, 4)
     assert of_two.uneven == "2 groups of mixers on 4 GPUs"
 
@@ -232,9 +232,8 @@ def test_how_a_model_without_a_table_is_divided_is_told_by_names_and_what_is_not
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     names = [f"model.layers.0.{module}.weight" for module in ("self_attn.q_proj", "mlp.gate_up_proj", "mlp.wonder")]
     assert ServingLayout.of(heads, 1).unknown(names) == []
-    (told,) = ServingLayout.of(heads, 2).unknown(names)
-    assert told.where == names[2] and not told.rule.fatal
-    assert [told.where for told in ServingLayout.of({}, 2).unknown(names)] == [names[0], names[2]]
+    assert ServingLayout.of(heads, 2).unknown(names) == names[2:]
+    assert ServingLayout.of({}, 2).unknown(names) == [names[0], names[2]]
     assert ServingLayout.of(heads, 3).uneven == "8 attention heads in 2 query groups on 3 GPUs"
     experts = ["model.layers.0.mlp.experts.3.wonder.weight"]
     assert ServingLayout.of(heads, 2).unknown(experts)

@@ -456,7 +456,7 @@ def test_a_comparison_is_json(source):
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine, scheme):
     method = engine.spells[scheme]
-    numbers = "BF16" if method in engine.bf16_scales else "FP32"
+    numbers = "BF16" if engine.methods[method].bf16_scales else "FP32"
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", method, scheme, numbers)
     assert engine_rules.check(exported, engine) == []
 

@@ -63,7 +63,8 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
     if isinstance(model, UntabledModel) and request.ranks > 1:  # no table says how several would divide it
         raise model.why
     layout = served(model, source.plan.targets, request.ranks, expert_parallel=request.expert_parallel)
-    if found := engine.check_spread(source.plan.targets, layout) or engine.check_groups(layout):
+    division = engine.division
+    if found := division.check_spread(source.plan.targets, layout) or division.check_groups(layout):
         raise PrecisionError(
             f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
             where=found[0].where,
@@ -83,7 +84,12 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         advice=misfits.advice,
         keep_refused=keep_misfits,
         why_no_state=known.why_none,
-        kept=partial(engine.kept, config, form.method.name, tied=isinstance(model, UntabledModel)),
+        kept=partial(
+            engine.methods[form.method.name].ignored.kept,
+            config,
+            form.method.name,
+            tied=isinstance(model, UntabledModel),
+        ),
     )
     misfits.check_taken(policy.jobs)
     coded = {name for job in policy.jobs for name in job.writes}
@@ -93,7 +99,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
     notes += [*edge_notes(source.encodings, reader.specs, plan), *four_bit_notes(request, source.encodings, plan)]
-    if found := engine.check_stacked(plan.targets, form.method.name, model.architecture):
+    if found := engine.check_stored(plan.targets, form.method.name, model.architecture):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
             where=found[0].where,
@@ -170,12 +176,13 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme, wh
         if why:
             raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
         raise RecipeError(what, do="Leave --fp8-state out.")
-    numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
+    method = engine.spells[scheme]
+    numbers: Numbers = "BF16" if engine.methods[method].bf16_scales else "FP32"
     now = source.encodings_now
     were_powers = now is not None and (in_powers_of_2(now) or all_mxfp4(now))  # values of MXFP4 stay exact
     if scheme == "block" and (were_powers or source.plan.model.architecture in engine.blocks_alone):
         numbers = "powers of 2"
-    return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
+    return WeightFormat(quant_methods()[method], scheme, numbers)
 
 
 def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
@@ -234,7 +241,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     encodings, method = policy.encodings, policy.method
     quantization = method.read(encodings.quantization)
     scheme = quantization.scheme
-    serving = [engine for engine in engines().values() if scheme in engine.reads.get(method.name, ())]
+    serving = [engine for engine in engines().values() if scheme in engine.formats(method.name)]
     dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     inputs = "as they were, or of what was recorded since"

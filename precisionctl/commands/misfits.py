@@ -37,8 +37,8 @@ class Misfits:
     def refusal(self, name: str, spec: TensorSpec) -> str | None:
         """Why the engine does not take a weight of this shape as codes, in words; None if it does."""
         method, scheme = self.form.method, self.form.scheme
-        refused = self.engine.refusal(name, spec, SCHEMES[scheme].block, self.layout, method.name)
-        moved = self.engine.check_moved(name, spec, method.scales(name, spec, scheme), self.layout)
+        refused = self.engine.shapes.refusal(name, spec, SCHEMES[scheme].block, self.layout, method.name)
+        moved = self.engine.shapes.check_moved(name, spec, method.scales(name, spec, scheme), self.layout)
         return refused or (moved.what if moved else None)
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
@@ -95,4 +95,4 @@ class Misfits:
         form = self.form
         codes = {name: form.spelling.codes(self.plan.targets[name], form.scheme) for name in coded}
         quantization = form.spelling.config(form.scheme, ())
-        return self.engine.check_joined(self.config, form.method, quantization, {**self.plan.targets, **codes})
+        return self.engine.check_joined(self.config, form.method.name, quantization, {**self.plan.targets, **codes})

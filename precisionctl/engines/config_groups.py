@@ -7,7 +7,7 @@ from typing import Any
 
 from precisionctl.engines.code_rules import EXPERT, linears
 from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_NAME_OR_REGEX, words
-from precisionctl.engines.model_rules import Unquantized
+from precisionctl.engines.ignored_modules import Unquantized
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import kind_of, sibling
 from precisionctl.quant_methods.compressed_tensors import fixes_inputs, read
@@ -67,6 +67,12 @@ def in_another_group(*, fuses: bool, class_first: bool = False) -> Demand:
                 yield weight, f"codes of {codes}, decoded as those of config group {group}: {' or '.join(kinds[group])}"
 
     return broken
+
+
+TAKES_WHAT_MEMORY_HOLDS = (
+    "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing"
+)
+"""What engines do `without_scale_of_inputs`."""
 
 
 def without_scale_of_inputs(*, fuses: bool, class_first: bool = False) -> Demand:

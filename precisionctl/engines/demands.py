@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precisionctl.dtypes import DType
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, words
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, words
+from precisionctl.engines.ignored_modules import IgnoreList
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 from precisionctl.quant_methods.coded_weights import cache_scales
@@ -38,15 +39,18 @@ def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
         yield CONFIG, f"no weight_block_size, and {name} has one scale"
 
 
-def heads_beside_a_list(directory: QuantizedDirectory) -> Breaches:
-    """A head of values that the list of `quant_method: fp8` or `mxfp8`, where there is one, does not name."""
-    lists = [directory.quantization.get(key) for key in ("modules_to_not_convert", "ignored_layers")]
-    entries = next((found for found in lists if found is not None), None)
-    if directory.method in ("fp8", "mxfp8") and entries is not None:
-        ignored = BY_START_REGEX_OR_END.of(words(entries))
-        for name in ("lm_head.weight", "language_model.lm_head.weight"):
-            if name in directory.specs.keys() - directory.scales.keys() and not ignored(name.removesuffix(".weight")):
-                yield name, f"{directory.specs[name].dtype} values, but its module is not ignored"
+def heads_beside(ignored: IgnoreList, *methods: str) -> Demand:
+    """A head of values that the list of one of these quant methods, where there is one, does not name."""
+
+    def broken(directory: QuantizedDirectory) -> Breaches:
+        if directory.method in methods and ignored.entries(directory.quantization) is not None:
+            is_ignored = ignored.of(directory.quantization)
+            for name in ("lm_head.weight", "language_model.lm_head.weight"):
+                of_values = name in directory.specs.keys() - directory.scales.keys()
+                if of_values and not is_ignored(name.removesuffix(".weight")):
+                    yield name, f"{directory.specs[name].dtype} values, but its module is not ignored"
+
+    return broken
 
 
 def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:

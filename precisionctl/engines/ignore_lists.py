@@ -4,13 +4,12 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
 
@@ -49,36 +48,6 @@ class Matching:
             return pattern or (module if module in places else None)
 
         return found
-
-
-@dataclass(frozen=True)
-class IgnoreList:
-    """The list of linears that a `quantization_config` leaves unquantized, under the first of `keys` that has one. To
-    an engine that has `heads_apart`, a head is no linear: it is quantized only where a target names it."""
-
-    keys: tuple[str, ...]
-    matching: Matching
-    heads_apart: bool = False
-
-    def of(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether a linear, by its module's name, is not quantized: it is no target, or it is on the list. Raises as
-        `Matching.of`."""
-        entries = next((found for key in self.keys if (found := quantization.get(key))), ())
-        on_list, is_target = self.matching.of(words(entries)), self._targets(quantization)
-        return lambda module: not is_target(module) or on_list(module)
-
-    def _targets(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether a linear is a target: all but heads that are apart, where no target is said, or a class is one."""
-        layers = quantization.get("quantized_layers")
-        if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
-            return lambda module: any(name in layers for name in names_in_layers(module))
-        groups = quantization.get("config_groups")
-        listed = list(groups.values()) if isinstance(groups, Mapping) else []
-        targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
-        is_named = BY_NAME_OR_REGEX.of(targets)
-        if targets and not any(map(is_of_a_class, targets)):
-            return is_named
-        return lambda module: is_named(module) or not (self.heads_apart and module.endswith("lm_head"))
 
 
 def names_in_layers(module: str) -> Iterator[str]:

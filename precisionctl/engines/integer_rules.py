@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precisionctl.engines.code_rules import EXPERT, fused_weights
+from precisionctl.engines.code_rules import EXPERT
 from precisionctl.engines.demands import CONFIG, beyond_bf16
+from precisionctl.engines.fused_rules import fused_weights
 from precisionctl.engines.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, Scales, sized

@@ -6,35 +6,31 @@ Qwen3-MoE in BF16 beside linears in INT4 as well as convolutions of OLMo Hybrid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from precisionctl.engines.ignore_lists import words
 from precisionctl.engines.names_in_memory import joined
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rule import Breaches
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import QuantMethod
+from precisionctl.quant_methods.compressed_tensors import read
 
 
 def wrongly_joined(
-    config: Mapping[str, Any],
-    method: QuantMethod,
-    quantization: Mapping[str, Any],
-    specs: Mapping[str, TensorSpec],
-    rule: EngineRule,
-) -> Iterator[Finding]:
+    config: Mapping[str, Any], quantization: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> Breaches:
     """The weights among these tensors that are joined or divided, and not in the format of the group by which they are
     decoded. Of those whose names differ in numbers alone the first. transformers 5.23, quantizers/base.py
     update_weight_conversions, integrations/compressed_tensors.py CompressedTensorsDequantize."""
-    forms = method.read({**quantization, "config_groups": {"": _group_of_joined(quantization)}}).formats
+    forms = read({**quantization, "config_groups": {"": _group_of_joined(quantization)}}).formats
     packings = {form.packing for form in forms}
     found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
     wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
     codes = (name for name, spec in specs.items() if spec.is_codes)
     beside = " or ".join(dict.fromkeys(form.name for form in forms))
     for name in joined(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
-        yield Finding(name, f"{_in_words(specs[name])}, beside {beside}", rule)
+        yield name, f"{_in_words(specs[name])}, beside {beside}"
 
 
 def _in_words(spec: TensorSpec) -> str:

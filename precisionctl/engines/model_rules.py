@@ -1,44 +1,18 @@
-"""What an engine asks of single models, whose linears it has kernels of their own for."""
+"""What an engine asks of single models."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from precisionctl.engines.rule import EngineRule, Finding
+from precisionctl.engines.rule import Breaches, EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales
 from precisionctl.quant_methods.fp8 import expert_dtype
 from precisionctl.torch_when_used import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Unquantized:
-    """Modules called so (`which`, by their names in memory) that an engine makes without quantization, but in `other`
-    models, by the `model_type` of their text model."""
-
-    which: re.Pattern[str]
-    other: Sequence[str] = ()
-
-    def concerns(self, module: str, model_type: object) -> bool | None:
-        """Whether a module of a model is made so; None if it is not called so."""
-        return model_type not in self.other if self.which.fullmatch(module) else None
-
-
-FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
-"""How vLLM and SGLang look for a layer's experts in the list of compressed-tensors."""
-
-_ROUTERS = r"gate|router|block_sparse_moe\.router\.layer"  # the last is Granite's, as in its files
-ROUTERS = re.compile(rf".+\.({_ROUTERS})")
-ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")
-"""The latter are those of shared experts."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +27,12 @@ class BlocksAlone:
         """Whether a weight is such a linear's."""
         return name.endswith(f".{self.linear}.weight")
 
-    def other_scales(self, scales: Mapping[str, Scales], read: Callable[[str], Tensor]) -> Iterator[Finding]:
+    def other_scales(self, directory: QuantizedDirectory) -> Breaches:
         """Such linears under scales that are no powers of two."""
-        for name in filter(self.concerns, scales):
-            if bool((torch.frexp(read(scales[name].weight).float()).mantissa != 0.5).any()):
-                yield Finding(name, "scales that are no powers of two", self.rule)
+        for name in filter(self.concerns, directory.scales):
+            scales = directory.read(directory.scales[name].weight).float()
+            if bool((torch.frexp(scales).mantissa != 0.5).any()):
+                yield name, "scales that are no powers of two"
 
 
 @dataclass(frozen=True)
@@ -91,16 +66,6 @@ class RowsMoved:
 
 
 @dataclass(frozen=True)
-class ExpertsAsValues:
-    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`: as
-    codes they ask the config for a key, `asked`, that theirs does not have."""
-
-    models: Sequence[str]
-    asked: str
-    rule: EngineRule
-
-
-@dataclass(frozen=True)
 class ExpertDtype:
     """A model whose experts an engine takes for MXFP4 (`fp4`) or for blocks of FP8 (`fp8`) as config.json `said`, by a
     `rule`."""
@@ -108,8 +73,9 @@ class ExpertDtype:
     said: Callable[[Mapping[str, Any]], object]
     rule: EngineRule
 
-    def contradicted(self, config: Mapping[str, Any], codes: Mapping[str, TensorSpec]) -> Iterator[Finding]:
+    def contradicted(self, directory: QuantizedDirectory) -> Breaches:
         """That config.json says another dtype than experts have."""
-        said, has = self.said(config), expert_dtype(config, codes).get("expert_dtype")
+        codes = {name: directory.specs[name] for name in directory.scales}
+        said, has = self.said(directory.config), expert_dtype(directory.config, codes).get("expert_dtype")
         if has and said != has:
-            yield Finding("config.json", f"experts are {has}, and taken for {shown(said)}", self.rule)
+            yield "config.json", f"experts are {has}, and taken for {shown(said)}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from precisionctl.engines.serving import ServingLayout, text_config
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, Spelling
+from precisionctl.quant_methods.coded_weights import CodedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,23 +43,44 @@ class Finding:
 class QuantizedDirectory:
     """A directory of codes, as the rules see it.
 
-    model_type, quantization: that of config.json, and its `quantization_config`. method, scheme: the quant method and
-    scheme that it names. spelling: the names and shapes of that method's scales; None if no export is written in it.
-    specs: all stored tensors, by name. scales: the names of the scales of each weight that is codes. kinds: what the
-    codes of each are, a scheme of FP8 or the name of packed ones. read: returns a scale's value by its name.
+    config: all of config.json. method, scheme: the quant method and scheme that it names. spelling: the names and
+    shapes of that method's scales; None if no export is written in it. specs: all tensors, by name; codes as the weight
+    that they are. coded: the weights that are codes. kinds: what the codes of each are, a scheme of FP8 or the name of
+    packed ones. read: returns a scale's value by its name. served: on how many GPUs, and how they divide the model.
     hf_quant_config: the content of hf_quant_config.json, if there is one.
     """
 
-    model_type: str
-    quantization: Mapping[str, Any]
+    config: Mapping[str, Any]
     method: str
     scheme: str
     spelling: Spelling | None
     specs: Mapping[str, TensorSpec]
-    scales: Mapping[str, Scales]
+    coded: Mapping[str, CodedWeight]
     kinds: Mapping[str, str]
     read: Callable[[str], Tensor]
+    served: ServingLayout
     hf_quant_config: Mapping[str, Any] | None = None
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """The `quantization_config`."""
+        found: Mapping[str, Any] = self.config["quantization_config"]
+        return found
+
+    @property
+    def model_type(self) -> str:
+        """That of config.json."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def text_type(self) -> object:
+        """The `model_type` of the text model."""
+        return text_config(self.config).get("model_type")
+
+    @cached_property
+    def scales(self) -> Mapping[str, Scales]:
+        """The names of the scales of each weight that is codes."""
+        return {name: weight.scales for name, weight in self.coded.items()}
 
 
 Breaches = Iterator[tuple[str, str]]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec, divides_heads
 from precisionctl.quant_methods.base import SQUARE, Block
 
@@ -40,15 +39,6 @@ these names are fused in other models, they are said with the name of their modu
 Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
 the last of several that are fused."""
-
-HEADS_EVENLY = EngineRule(
-    "every GPU gets the same number of heads; fewer key-value heads than GPUs are each on the same number of GPUs",
-    "vLLM 0.33 config/model.py, layers/linear.py QKVParallelLinear, mamba_mixer2.py; SGLang's have the same rules",
-)
-
-_UNKNOWN_CUT = EngineRule(
-    "how GPUs divide it is not known, so whether they can was not checked", "precisionctl verify", fatal=False
-)
 
 
 class HeadCounts(NamedTuple):
@@ -174,13 +164,13 @@ class ServingLayout:
         """Whether several GPUs get the same rows of a weight whose other rows they divide, by places looked up."""
         return self.ranks > 1 and any(cut.by_row for cut in (self.cuts or {}).values())
 
-    def unknown(self, weights: Iterable[str]) -> list[Finding]:
-        """The weights of which it is not known how several GPUs divide them, as findings."""
+    def unknown(self, weights: Iterable[str]) -> list[str]:
+        """The weights of which it is not known how several GPUs divide them."""
         if self.ranks == 1:
             return []
         whole = self.expert_parallel
         cut = (name for name in weights if not (whole and (name.endswith("]") or _EXPERTS.fullmatch(name))))
-        return [Finding(name, f"on {self.ranks} GPUs", _UNKNOWN_CUT) for name in cut if self._cut(name) is None]
+        return [name for name in cut if self._cut(name) is None]
 
     def refusal(self, name: str, spec: TensorSpec, block: Block, ragged: Ragged, *, aligned: bool = True) -> str | None:
         """Why an engine refuses the shape of a weight `[out, in]` with a scale for each block, in words; None if it

@@ -1,6 +1,9 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
-from precisionctl.engines.base import Engine
+from dataclasses import replace
+from functools import partial
+
+from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
@@ -9,7 +12,12 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs, without_target
+from precisionctl.engines.config_groups import (
+    TAKES_WHAT_MEMORY_HOLDS,
+    in_another_group,
+    without_scale_of_inputs,
+    without_target,
+)
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -17,7 +25,9 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH, IgnoreList
+from precisionctl.engines.fused_rules import FusedLinears
+from precisionctl.engines.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
+from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
 from precisionctl.engines.integer_rules import (
     int8_experts,
     int8_inputs_fixed,
@@ -27,18 +37,28 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import FIRST_EXPERT, ROUTERS_AND_GATES, BlocksAlone, Unquantized
+from precisionctl.engines.method_rules import MethodRules
+from precisionctl.engines.model_rules import BlocksAlone
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, INDEXED, LATENT
+from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _INDEXERS = ("index_q_proj", "index_k_proj")
 """MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED)
+_IGNORED_LAYERS = _list(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True, experts=BY_MODULE)
 
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
+    serve=ServeCommand(
+        "python -m sglang.launch_server --model-path {path}",
+        on_ranks=" --tp {ranks}",
+        on_experts=" --ep-size {ranks}",
+        on_cache=" --kv-cache-dtype fp8_e4m3",
+    ),
     spells={
         "static": "compressed-tensors",
         "dynamic": "compressed-tensors",
@@ -48,29 +68,26 @@ ENGINE = Engine(
         "nvfp4a16": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads={
-        "compressed-tensors": ("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
-        "modelopt": ("NVFP4", "static", "mxfp8"),
-        "mxfp8": ("mxfp8",),
-        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+    methods={
+        "compressed-tensors": MethodRules(
+            formats=("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
+            experts=("NVFP4", "INT4", "INT8", "static", "dynamic"),
+            ignored=_list(("ignore",), BY_END_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
+            cache="casts keys and values with them",
+        ),
+        "modelopt": MethodRules(
+            formats=("NVFP4", "static", "mxfp8"),
+            ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
+            ignored_in={"mxfp8": replace(_IGNORED_LAYERS, keys=("exclude_modules", "ignore"))},  # read as its own mxfp8
+            cache="casts keys and values with them",
+        ),
+        "mxfp8": MethodRules(formats=("mxfp8",), ignored=_IGNORED_LAYERS, cache="casts keys and values with them"),
+        "fp8": MethodRules(
+            formats=("block", "static", "per-tensor weights and dynamic"),
+            ignored=_IGNORED_LAYERS,
+            cache="casts keys and values with them",
+        ),
     },
-    reads_experts={
-        "compressed-tensors": ("NVFP4", "INT4", "INT8", "static", "dynamic"),
-        "modelopt": ("NVFP4", "static", "mxfp8"),
-        "mxfp8": ("mxfp8",),
-        "fp8": ("block", "static", "per-tensor weights and dynamic"),
-    },
-    command="python -m sglang.launch_server --model-path {path}",
-    on_ranks=" --tp {ranks}",
-    on_experts=" --ep-size {ranks}",
-    spreads=EngineRule(
-        "every GPU gets the same number of experts", "SGLang layers/moe/fused_moe_triton/layer.py FusedMoE"
-    ),
-    evenly=True,
-    whole_groups=EngineRule(
-        "beside codes, each GPU gets groups of a mixer whole",
-        "SGLang 0.5.23 layers/attention/mamba/mamba.py MambaMixer2",
-    ),
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
@@ -79,32 +96,49 @@ ENGINE = Engine(
         "scales are loaded into FP32 parameters of fixed shapes",
         "SGLang 0.5.23 layers/quantization/fp8.py, compressed_tensors_w8a8_fp8.py create_weights",
     ),
-    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
-    blocks=EngineRule(
-        "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
-        "SGLang 0.5.23 layers/quantization/fp8.py create_weights, fp8_kernel.py per_token_group_quant_fp8",
+    shapes=ShapeRules(
+        aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+        blocks=EngineRule(
+            "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
+            "SGLang 0.5.23 layers/quantization/fp8.py create_weights, fp8_kernel.py per_token_group_quant_fp8",
+        ),
+        ragged="alone",
     ),
-    ragged="alone",
-    fused=EngineRule(
-        "it requantises the group with the largest, which rounds the weights twice",
-        "SGLang 0.5.23 layers/quantization/utils.py requantize_with_max_scale",
-        fatal=False,
+    fused=FusedLinears(
+        groups=tuple(_INDEXERS if group == INDEXED else group for group in (*FUSED, LATENT)),
+        all_or_none=EngineRule(
+            "linears that it fuses must all have one scheme",
+            "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
+        ),
+        scales=EngineRule(
+            "it requantises the group with the largest, which rounds the weights twice",
+            "SGLang 0.5.23 layers/quantization/utils.py requantize_with_max_scale",
+            fatal=False,
+        ),
+        global_scales=EngineRule(
+            "it takes the largest for all of a group and leaves codes as they are, or refuses them",
+            "SGLang 0.5.23 compressed_tensors_w4a4_nvfp4.py, compressed_tensors_w4a16_nvfp4.py, modelopt_quant.py",
+        ),
+        input_scales=EngineRule(
+            "it takes the largest input scale of a layer's experts for all of them",
+            "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py process_weights_after_loading",
+            fatal=False,
+        ),
     ),
-    experts=EngineRule(
-        "it takes the largest input scale of a layer's experts for all of them",
-        "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py process_weights_after_loading",
-        fatal=False,
+    division=Division(
+        experts=EngineRule(
+            "every GPU gets the same number of experts", "SGLang layers/moe/fused_moe_triton/layer.py FusedMoE"
+        ),
+        evenly=True,
+        whole_groups=EngineRule(
+            "beside codes, each GPU gets groups of a mixer whole",
+            "SGLang 0.5.23 layers/attention/mamba/mamba.py MambaMixer2",
+        ),
     ),
-    global_scales=EngineRule(
-        "it takes the largest for all of a group and leaves codes as they are, or refuses them",
-        "SGLang 0.5.23 compressed_tensors_w4a4_nvfp4.py, compressed_tensors_w4a16_nvfp4.py, modelopt_quant.py",
+    latents=EngineRule(
+        "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",
+        "SGLang 0.5.23 mem_cache/memory_pool.py MLATokenToKVPool, layers/attention/flashmla_backend.py forward_decode",
     ),
-    all_or_none=EngineRule(
-        "linears that it fuses must all have one scheme",
-        "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
-    ),
-    fuses=tuple(_INDEXERS if group == INDEXED else group for group in (*FUSED, LATENT)),
-    reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
             "wo_a",
@@ -114,20 +148,10 @@ ENGINE = Engine(
             ),
         ),
     },
-    expert_dtype={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
-    unquantized=dict.fromkeys(("compressed-tensors", "modelopt", "mxfp8", "fp8"), _UNQUANTIZED),
-    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
-    ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_END_OR_REGEX, heads_apart=True),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
-        # read as its own mxfp8
-        ("modelopt", "mxfp8"): IgnoreList(("exclude_modules", "ignore"), BY_PATH, heads_apart=True),
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
-        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True),
-    },
+    mxfp4_experts={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts
     demands={
         without_scale_of_inputs(fuses=True, class_first=True): EngineRule(
-            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            TAKES_WHAT_MEMORY_HOLDS,
             "SGLang 0.5.23 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
         ),
         in_another_group(fuses=True, class_first=True): EngineRule(
@@ -220,15 +244,4 @@ ENGINE = Engine(
             "SGLang models/deepseek_v4.py MQALayer, configs/deepseek_v4.py",
         ),
     },
-    cache={
-        "compressed-tensors": "casts keys and values with them",
-        "modelopt": "casts keys and values with them",
-        "fp8": "casts keys and values with them",
-        "mxfp8": "casts keys and values with them",
-    },
-    latents=EngineRule(
-        "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",
-        "SGLang 0.5.23 mem_cache/memory_pool.py MLATokenToKVPool, layers/attention/flashmla_backend.py forward_decode",
-    ),
-    on_cache=" --kv-cache-dtype fp8_e4m3",
 )

@@ -3,38 +3,47 @@
 Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July 2026 and are not written.
 """
 
-from precisionctl.engines.base import Engine
+from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
-from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX, IgnoreList
+from precisionctl.engines.fused_rules import FusedLinears
+from precisionctl.engines.ignore_lists import BY_GLOB, BY_NAME_OR_REGEX
+from precisionctl.engines.ignored_modules import IgnoreList
+from precisionctl.engines.method_rules import MethodRules
 from precisionctl.engines.required_keys import of_models, rotary_of_transformers_4
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
+from precisionctl.engines.serving_rules import Division, ShapeRules
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
 ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
-    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8", "nvfp4": "modelopt"},
-    reads={
-        "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
-        "compressed-tensors": ("dynamic", "block"),
-        "fp8": ("block",),
-        "mxfp8": ("mxfp8",),
-    },
-    reads_experts={
-        "modelopt": ("NVFP4", "static"),
-        "fp8": ("block",),
-        "mxfp8": ("mxfp8",),
-    },
-    command="trtllm-serve {path}",
-    on_ranks=" --tp_size {ranks}",
-    on_experts=" --ep_size {ranks}",
-    spreads=EngineRule(
-        "every GPU gets the same number of experts", "TensorRT-LLM _torch/modules/fused_moe/interface.py MoE"
+    serve=ServeCommand(
+        "trtllm-serve {path}",
+        on_ranks=" --tp_size {ranks}",
+        on_experts=" --ep_size {ranks}",
+        on_cache=" --kv_cache_dtype fp8",
     ),
-    evenly=True,
+    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8", "nvfp4": "modelopt"},
+    methods={
+        "modelopt": MethodRules(
+            formats=("NVFP4", "static", "dynamic", "block", "mxfp8"),
+            experts=("NVFP4", "static"),
+            ignored=IgnoreList(("ignore", "exclude_modules"), BY_GLOB),
+            cache="switches its cache to FP8 by itself, with scale 1: it reads the scales only for an NVFP4 cache",
+        ),
+        "compressed-tensors": MethodRules(
+            formats=("dynamic", "block"), experts=(), ignored=IgnoreList(("ignore",), BY_NAME_OR_REGEX)
+        ),
+        "fp8": MethodRules(formats=("block",), ignored=IgnoreList(("modules_to_not_convert",), BY_GLOB), cache=_TOLD),
+        "mxfp8": MethodRules(
+            formats=("mxfp8",),
+            ignored=IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_GLOB),
+            cache=_TOLD,
+        ),
+    },
     quantisation=EngineRule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
         "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
@@ -43,37 +52,43 @@ ENGINE = Engine(
         "scales are copied into FP32 tensors of fixed shapes",
         "TensorRT-LLM _torch/modules/linear.py FP8QDQLinearMethod, FP8RowwiseLinearMethod",
     ),
-    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
-    blocks=EngineRule(
-        "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
-        "TensorRT-LLM _torch/modules/linear.py FP8BlockScalesLinearMethod",
+    shapes=ShapeRules(
+        aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
+        blocks=EngineRule(
+            "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
+            "TensorRT-LLM _torch/modules/linear.py FP8BlockScalesLinearMethod",
+        ),
+        ragged="alone",
     ),
-    ragged="alone",
-    fused=EngineRule(
-        "it rescales the group to the largest in BF16, which rounds the weights twice",
-        "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",
-        fatal=False,
+    fused=FusedLinears(
+        groups=(*FUSED, LATENT),
+        all_or_none=EngineRule(
+            "linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"
+        ),
+        scales=EngineRule(
+            "it rescales the group to the largest in BF16, which rounds the weights twice",
+            "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",
+            fatal=False,
+        ),
+        global_scales=EngineRule(
+            "it asserts that they are equal",
+            "TensorRT-LLM _torch/modules/linear.py NVFP4LinearMethod",
+        ),
+        input_scales=EngineRule(
+            "it takes the largest input scale of a layer's experts for all of them",
+            "TensorRT-LLM _torch/modules/fused_moe/quantization.py load_activation_scales_fp8_qdq",
+            fatal=False,
+        ),
     ),
-    experts=EngineRule(
-        "it takes the largest input scale of a layer's experts for all of them",
-        "TensorRT-LLM _torch/modules/fused_moe/quantization.py load_activation_scales_fp8_qdq",
-        fatal=False,
+    division=Division(
+        experts=EngineRule(
+            "every GPU gets the same number of experts", "TensorRT-LLM _torch/modules/fused_moe/interface.py MoE"
+        ),
+        evenly=True,
     ),
-    global_scales=EngineRule(
-        "it asserts that they are equal",
-        "TensorRT-LLM _torch/modules/linear.py NVFP4LinearMethod",
+    latents=EngineRule(
+        "its FP8 cache has scale 1, whatever is stored", "TensorRT-LLM _torch/modules/attention.py", fatal=False
     ),
-    all_or_none=EngineRule(
-        "linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"
-    ),
-    fuses=(*FUSED, LATENT),
-    reads_conv1d=True,
-    ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_GLOB),
-        "fp8": IgnoreList(("modules_to_not_convert",), BY_GLOB),
-        "mxfp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_GLOB),
-    },
     demands={
         said_twice_differently: EngineRule(
             "of the two files hf_quant_config.json counts, with a warning",
@@ -101,13 +116,4 @@ ENGINE = Engine(
             "TensorRT-LLM requirements.txt, transformers 4.57 configuration_qwen3_moe.py",
         ),
     },
-    cache={
-        "modelopt": "switches its cache to FP8 by itself, with scale 1: it reads the scales only for an NVFP4 cache",
-        "mxfp8": _TOLD,
-        "fp8": _TOLD,
-    },
-    latents=EngineRule(
-        "its FP8 cache has scale 1, whatever is stored", "TensorRT-LLM _torch/modules/attention.py", fatal=False
-    ),
-    on_cache=" --kv_cache_dtype fp8",
 )

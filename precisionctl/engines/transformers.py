@@ -6,22 +6,26 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 
 import re
 
-from precisionctl.engines.base import Engine
+from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
-from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
+from precisionctl.engines.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
 from precisionctl.engines.demands import (
     exponents_named,
-    heads_beside_a_list,
+    heads_beside,
     named,
     scales_beyond_bf16,
     unsaid_tensors,
     without_dimension,
 )
-from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END, IgnoreList
+from precisionctl.engines.fused_rules import FusedLinears
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, BY_START_REGEX_OR_END
+from precisionctl.engines.ignored_modules import BY_MODULE, ROUTERS, IgnoreList, Unquantized
 from precisionctl.engines.integer_rules import zero_points_of
-from precisionctl.engines.model_rules import ROUTERS, ExpertDtype, ExpertsAsValues, Unquantized
+from precisionctl.engines.method_rules import ExpertsAsValues, MethodRules
+from precisionctl.engines.model_rules import ExpertDtype
 from precisionctl.engines.required_keys import quantization_config_under_this_name
 from precisionctl.engines.rule import EngineRule
+from precisionctl.engines.serving_rules import ShapeRules
 from precisionctl.quant_methods.compressed_tensors import GROUPS_AND_BLOCKS
 
 _LLAMA4_EXPERTS = re.compile(r".+\.feed_forward\.experts\.(gate_up_proj|down_proj)\[\d+\]")
@@ -30,10 +34,36 @@ _GATEWAYS = ("d_fine", "deimv2")
 """Models in which `gate` is a linear, as in `afmoe`; routers of others are classes of their own, two of which are made
 from nn.Linear, which is enough for compressed-tensors alone."""
 _NUMBERED_EXPERTS = re.compile(r".+\.layers\.\d+\.(mlp\.)?experts\.\d+\..+")
+_IN_ONE = dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS)
+"""For these it has no converter of numbered ones (5.23 conversion_mapping.py)."""
+
+_AS_VALUES = ExpertsAsValues(
+    ("lfm2_moe", "nemotron_h"),
+    "hidden_act",
+    EngineRule(
+        "on a GPU with FP8, experts of codes ask the config for hidden_act, which this model's does not have",
+        "transformers 5.23 integrations/finegrained_fp8.py FP8Experts",
+    ),
+)
+_QUANTISATION = EngineRule(
+    "other methods are skipped with a warning, and codes taken for weights",
+    "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
+)
+_FINE_GRAINED = IgnoreList(
+    ("modules_to_not_convert", "ignored_layers"),
+    BY_START_REGEX_OR_END,
+    empty_counts=True,  # 5.23 utils/quantization_config.py FineGrainedFP8Config
+    unquantized=Unquantized(ROUTERS, ("afmoe", *_GATEWAYS)),
+    experts=BY_MODULE,
+    experts_as_one=True,
+    in_memory=True,
+)
+"""How it reads the list of `quant_method: fp8` and `mxfp8`."""
 
 ENGINE = Engine(
     name="transformers",
     title="transformers",
+    serve=ServeCommand("transformers serve {path}"),
     spells={
         "static": "compressed-tensors",
         "dynamic": "compressed-tensors",
@@ -44,91 +74,88 @@ ENGINE = Engine(
         "mxfp4": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads={
-        "compressed-tensors": (
-            "NVFP4",
-            "MXFP4",
-            "INT4",
-            "INT8",
-            "static",
-            "dynamic",
-            "block",
-            "mxfp8",
-            "per-channel weights and static",
-            "per-tensor weights and dynamic",
-            *GROUPS_AND_BLOCKS,
+    methods={
+        "compressed-tensors": MethodRules(
+            formats=(
+                *("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
+                *("per-channel weights and static", "per-tensor weights and dynamic", *GROUPS_AND_BLOCKS),
+            ),
+            experts=("MXFP4", "INT4", "INT8", "static", "dynamic"),
+            ignored=IgnoreList(
+                ("ignore",),
+                BY_NAME_OR_REGEX,
+                unquantized=Unquantized(ROUTERS, ("afmoe", "llama4_text", "phimoe", *_GATEWAYS)),
+                in_memory=True,
+            ),
+            bf16_scales=True,
+            cache="rounds keys and values to FP8 by them and back; its cache is not smaller for it",
+            joined=EngineRule(
+                "what it joins as it loads it, it decodes by one config group, and loses what is not codes of that; "
+                "values stay beside FP8 alone: export a scheme of FP8, or use another engine",
+                "transformers 5.23 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
+            ),
+            one_by_one=_LLAMA4_EXPERTS,
+            in_one=_IN_ONE,
         ),
-        "mxfp8": ("mxfp8",),
-        "fp8": ("block", "static", "per-tensor weights and dynamic"),
+        "mxfp8": MethodRules(formats=("mxfp8",), ignored=_FINE_GRAINED, as_values=_AS_VALUES, in_one=_IN_ONE),
+        "fp8": MethodRules(
+            formats=("block", "static", "per-tensor weights and dynamic"),
+            experts=("block",),
+            ignored=_FINE_GRAINED,
+            as_values=_AS_VALUES,
+            in_one=_IN_ONE,
+        ),
     },
-    reads_experts={
-        "compressed-tensors": ("MXFP4", "INT4", "INT8", "static", "dynamic"),
-        "fp8": ("block",),
-        "mxfp8": ("mxfp8",),
-    },
-    command="transformers serve {path}",
-    on_ranks="",
-    on_experts="",
-    quantisation=EngineRule(
-        "other methods are skipped with a warning, and codes taken for weights",
-        "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
-    ),
+    quantisation=_QUANTISATION,
     scales=EngineRule(
         "scales are loaded into parameters of fixed shapes",
         "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
     ),
-    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
-    decodes={
-        "compressed-tensors": EngineRule(
-            "it decodes codes before it multiplies; only with `use_optimized_inference=True` it multiplies codes of "
-            "FP8, in multiples of 16",
-            "transformers 5.23 integrations/compressed_tensors.py CompressedTensorsFP8Linear, torch scaled_mm",
+    shapes=ShapeRules(
+        aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
+        blocks=EngineRule(
+            "the size of a block is the weight's by the number of scales, so all must be whole",
+            "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
+        ),
+        ragged="never",
+        decoded={
+            "compressed-tensors": EngineRule(
+                "it decodes codes before it multiplies; only with `use_optimized_inference=True` it multiplies codes "
+                "of FP8, in multiples of 16",
+                "transformers 5.23 integrations/compressed_tensors.py CompressedTensorsFP8Linear, torch scaled_mm",
+                fatal=False,
+            ),
+        },
+        conv1d=_QUANTISATION,
+    ),
+    fused=FusedLinears(
+        groups=(),
+        all_or_none=EngineRule(
+            "experts are one tensor in memory, and have one dtype",
+            "transformers 5.23 core_model_loading.py MergeModulelist",
+        ),
+        scales=EngineRule(
+            "linears are computed apart, each with its own scales; other engines fuse them",
+            "compressed-tensors 0.20 quantization/lifecycle/forward.py",
             fatal=False,
         ),
-    },
-    blocks=EngineRule(
-        "the size of a block is the weight's by the number of scales, so all must be whole",
-        "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
-    ),
-    ragged="never",
-    fused=EngineRule(
-        "linears are computed apart, each with its own scales; other engines fuse them",
-        "compressed-tensors 0.20 quantization/lifecycle/forward.py",
-        fatal=False,
-    ),
-    experts=EngineRule(
-        "experts are computed apart, each with its own scale; other engines take the largest",
-        "transformers 5.23 integrations/compressed_tensors.py",
-        fatal=False,
-    ),
-    global_scales=EngineRule(
-        "linears are computed apart, each with its own; other engines fuse them",
-        "compressed-tensors 0.20 quantization/lifecycle/forward.py",
-        fatal=False,
-    ),
-    all_or_none=EngineRule(
-        "experts are one tensor in memory, and have one dtype",
-        "transformers 5.23 core_model_loading.py MergeModulelist",
-    ),
-    bf16_scales=frozenset({"compressed-tensors"}),
-    joins={
-        "compressed-tensors": EngineRule(
-            "what it joins as it loads it, it decodes by one config group, and loses what is not codes of that; values "
-            "stay beside FP8 alone: export a scheme of FP8, or use another engine",
-            "transformers 5.23 quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py",
+        global_scales=EngineRule(
+            "linears are computed apart, each with its own; other engines fuse them",
+            "compressed-tensors 0.20 quantization/lifecycle/forward.py",
+            fatal=False,
         ),
-    },
-    renames=True,
-    loads_own_classes=True,
-    one_by_one={"compressed-tensors": _LLAMA4_EXPERTS},
-    in_one=dict.fromkeys(("gemma4_text", "mistral4"), _NUMBERED_EXPERTS),  # no converter: 5.23 conversion_mapping.py
-    unquantized={
-        "compressed-tensors": Unquantized(ROUTERS, ("afmoe", "llama4_text", "phimoe", *_GATEWAYS)),
-        **dict.fromkeys(("fp8", "mxfp8"), Unquantized(ROUTERS, ("afmoe", *_GATEWAYS))),
-    },
-    experts_in_list=dict.fromkeys(("fp8", "mxfp8"), ("",)),
-    experts_as_one=frozenset({"fp8", "mxfp8"}),
-    expert_dtype={
+        input_scales=EngineRule(
+            "experts are computed apart, each with its own scale; other engines take the largest",
+            "transformers 5.23 integrations/compressed_tensors.py",
+            fatal=False,
+        ),
+    ),
+    latents=EngineRule(
+        "it caches the keys and values that latents become, and none of its cache is smaller for a scale",
+        "transformers 5.23 models/deepseek_v3/modeling_deepseek_v3.py DeepseekV3Attention",
+        fatal=False,
+    ),
+    mxfp4_experts={
         "deepseek_v4": ExpertDtype(
             lambda config: {**config, **config["quantization_config"]}.get("expert_dtype", "fp8"),
             EngineRule(
@@ -137,34 +164,17 @@ ENGINE = Engine(
             ),
         ),
     },
-    experts_as_values=dict.fromkeys(
-        ("fp8", "mxfp8"),
-        ExpertsAsValues(
-            ("lfm2_moe", "nemotron_h"),
-            "hidden_act",
-            EngineRule(
-                "on a GPU with FP8, experts of codes ask the config for hidden_act, which this model's does not have",
-                "transformers 5.23 integrations/finegrained_fp8.py FP8Experts",
-            ),
-        ),
-    ),
-    fuses=(),
-    reads_conv1d=False,
-    ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX),
-        "fp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
-        "mxfp8": IgnoreList(("modules_to_not_convert", "ignored_layers"), BY_START_REGEX_OR_END),
-    },
+    loads_own_classes=True,
     demands={
         without_scale_of_inputs(fuses=False): EngineRule(
-            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            TAKES_WHAT_MEMORY_HOLDS,
             "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
         ),
         in_another_group(fuses=False): EngineRule(
             "of several config groups it takes that of a linear's name, else of an expression, else of the class",
             "compressed-tensors 0.20 utils/match.py match_targets",
         ),
-        heads_beside_a_list: EngineRule(
+        heads_beside(_FINE_GRAINED, "fp8", "mxfp8"): EngineRule(
             "where there is a list, even an empty one, it also quantizes a head that is not in it",
             "transformers 5.23 quantizers/base.py get_modules_to_not_convert, integrations/finegrained_fp8.py",
         ),
@@ -209,11 +219,4 @@ ENGINE = Engine(
             "transformers 5.23 quantizers/auto.py, configuration_utils.py",
         ),
     },
-    cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
-    latents=EngineRule(
-        "it caches the keys and values that latents become, and none of its cache is smaller for a scale",
-        "transformers 5.23 models/deepseek_v3/modeling_deepseek_v3.py DeepseekV3Attention",
-        fatal=False,
-    ),
-    on_cache="",
 )

@@ -1,6 +1,8 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
-from precisionctl.engines.base import Engine
+from functools import partial
+
+from precisionctl.engines.base import Engine, ServeCommand
 from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
@@ -10,7 +12,7 @@ from precisionctl.engines.cache_rules import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_groups import in_another_group, without_scale_of_inputs
+from precisionctl.engines.config_groups import TAKES_WHAT_MEMORY_HOLDS, in_another_group, without_scale_of_inputs
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -20,7 +22,9 @@ from precisionctl.engines.demands import (
     unsaid_activations,
     unsaid_blocks,
 )
-from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB, IgnoreList
+from precisionctl.engines.fused_rules import FusedLinears
+from precisionctl.engines.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
+from precisionctl.engines.ignored_modules import BY_MODULE, FIRST_EXPERT, ROUTERS_AND_GATES, IgnoreList, Unquantized
 from precisionctl.engines.integer_rules import (
     int8_experts,
     int8_inputs_of_group_unequal,
@@ -28,22 +32,27 @@ from precisionctl.engines.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.model_rules import (
-    FIRST_EXPERT,
-    ROUTERS_AND_GATES,
-    BlocksAlone,
-    ExpertDtype,
-    RowsMoved,
-    Unquantized,
-)
+from precisionctl.engines.method_rules import MethodRules
+from precisionctl.engines.model_rules import BlocksAlone, ExpertDtype, RowsMoved
 from precisionctl.engines.quark_rules import quark_channels_in_columns, quark_keys_unsaid
 from precisionctl.engines.required_keys import OF_DEEPSEEK_V4, of_minimax_m3, of_models
 from precisionctl.engines.rule import EngineRule
 from precisionctl.engines.serving import FUSED, LATENT
+from precisionctl.engines.serving_rules import Division, ShapeRules
+
+_UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
+"""models/: GateLinear, by its quant_config."""
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED)
 
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
+    serve=ServeCommand(
+        "vllm serve {path}",
+        on_ranks=" --tensor-parallel-size {ranks}",
+        on_experts=" --enable-expert-parallel",
+        on_cache=" --kv-cache-dtype fp8",
+    ),
     spells={
         "static": "compressed-tensors",
         "dynamic": "compressed-tensors",
@@ -54,44 +63,40 @@ ENGINE = Engine(
         "mxfp4": "compressed-tensors",
         "w4a16": "compressed-tensors",
     },
-    reads={
-        "compressed-tensors": (
-            "NVFP4",
-            "MXFP4",
-            "INT4",
-            "INT8",
-            "static",
-            "dynamic",
-            "block",
-            "mxfp8",
-            "per-channel weights and static",
-            "per-tensor weights and dynamic",
+    methods={
+        "compressed-tensors": MethodRules(
+            formats=(
+                *("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
+                *("per-channel weights and static", "per-tensor weights and dynamic"),
+            ),
+            experts=("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
+            ignored=_list(("ignore",), BY_NAME_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
+            cache="casts keys and values with them, and switches its cache to FP8 by itself",
         ),
-        "modelopt": ("NVFP4", "static", "dynamic", "block", "mxfp8"),
-        "mxfp8": ("mxfp8",),
-        "fp8": ("block", "static", "per-tensor weights and dynamic"),
-        "quark": (
-            "MXFP4",
-            "static",
-            "dynamic",
-            "per-channel weights and static",
-            "per-tensor weights and dynamic",
+        "modelopt": MethodRules(
+            formats=("NVFP4", "static", "dynamic", "block", "mxfp8"),
+            experts=("NVFP4", "static", "mxfp8"),
+            ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
+            cache="casts keys and values with them, and switches its cache to FP8 by itself",
+        ),
+        "mxfp8": MethodRules(
+            formats=("mxfp8",),
+            ignored=_list(("ignored_layers",), BY_PART_OR_GLOB, experts=BY_MODULE),
+        ),
+        "fp8": MethodRules(
+            formats=("block", "static", "per-tensor weights and dynamic"),
+            ignored=_list(("ignored_layers", "modules_to_not_convert"), BY_NAME, heads_apart=True, experts=BY_MODULE),
+            cache="casts keys and values with them if it is started with an FP8 cache",
+        ),
+        "quark": MethodRules(
+            formats=(
+                *("MXFP4", "static", "dynamic"),
+                *("per-channel weights and static", "per-tensor weights and dynamic"),
+            ),
+            experts=("MXFP4", "static", "dynamic"),
+            ignored=_list(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
         ),
     },
-    reads_experts={
-        "compressed-tensors": ("NVFP4", "MXFP4", "INT4", "INT8", "static", "dynamic", "block", "mxfp8"),
-        "modelopt": ("NVFP4", "static", "mxfp8"),
-        "mxfp8": ("mxfp8",),
-        "fp8": ("block", "static", "per-tensor weights and dynamic"),
-        "quark": ("MXFP4", "static", "dynamic"),
-    },
-    command="vllm serve {path}",
-    on_ranks=" --tensor-parallel-size {ranks}",
-    on_experts=" --enable-expert-parallel",
-    spreads=EngineRule(
-        "expert parallelism is for models with experts",
-        "vLLM config/model.py ModelConfig._verify_with_expert_parallelism",
-    ),
     quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py, quark.py _get_scheme_cls_from_config",
@@ -100,31 +105,65 @@ ENGINE = Engine(
         "scales are loaded into FP32 parameters of fixed shapes",
         "vLLM 0.33 compressed_tensors_w8a8_fp8.py create_weights, modelopt.py",
     ),
-    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
-    blocks=EngineRule(
-        "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one; the last may be, uncut",
-        "vLLM 0.33 fp8_utils.py validate_fp8_block_shape, validate_fp8_block_shape_moe, per_token_group_quant_fp8",
+    shapes=ShapeRules(
+        aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+        blocks=EngineRule(
+            "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one; the last may be, "
+            "uncut",
+            "vLLM 0.33 fp8_utils.py validate_fp8_block_shape, validate_fp8_block_shape_moe, per_token_group_quant_fp8",
+        ),
+        ragged="last",
+        moved={
+            "bloom": RowsMoved(
+                "query_key_value",
+                True,
+                EngineRule(
+                    "it divides all that is stored of the linear by heads, and puts those of queries first",
+                    "vLLM 0.33 models/bloom.py BloomModel._repack_qkv",
+                ),
+            ),
+            "falcon": RowsMoved(
+                "query_key_value",
+                False,
+                EngineRule(
+                    "it divides the linear and its scales by heads, and puts those of queries first",
+                    "vLLM 0.33 models/falcon.py FalconModel.load_weights",
+                ),
+            ),
+        },
     ),
-    ragged="last",
-    fused=EngineRule(
-        "it requantises the group with the largest, in FP16, which rounds the weights twice",
-        "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
+    fused=FusedLinears(
+        groups=(*FUSED, LATENT),
+        all_or_none=EngineRule(
+            "linears that it fuses must all have one scheme",
+            "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer",
+        ),
+        scales=EngineRule(
+            "it requantises the group with the largest, in FP16, which rounds the weights twice",
+            "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
+            fatal=False,
+        ),
+        global_scales=EngineRule(
+            "it takes the largest for all of a group and leaves codes as they are, which decode to other values",
+            "vLLM 0.33 compressed_tensors_w4a4_nvfp4.py, modelopt.py process_weights_after_loading",
+        ),
+        input_scales=EngineRule(
+            "it takes the largest input scale of a layer's experts for all of them",
+            "vLLM 0.33 fp8_utils.py process_fp8_input_tensor_strategy_moe",
+            fatal=False,
+        ),
+    ),
+    division=Division(
+        experts=EngineRule(
+            "expert parallelism is for models with experts",
+            "vLLM config/model.py ModelConfig._verify_with_expert_parallelism",
+        ),
+    ),
+    latents=EngineRule(
+        "it casts latents under a scale of 1: its loader brings the scale to `self_attn.attn`, which is not there",
+        "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper, weight_utils.py maybe_remap_kv_scale_name",
         fatal=False,
     ),
-    experts=EngineRule(
-        "it takes the largest input scale of a layer's experts for all of them",
-        "vLLM 0.33 fp8_utils.py process_fp8_input_tensor_strategy_moe",
-        fatal=False,
-    ),
-    global_scales=EngineRule(
-        "it takes the largest for all of a group and leaves codes as they are, which decode to other values",
-        "vLLM 0.33 compressed_tensors_w4a4_nvfp4.py, modelopt.py process_weights_after_loading",
-    ),
-    all_or_none=EngineRule(
-        "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
-    ),
-    fuses=(*FUSED, LATENT),
-    reads_conv1d=True,
     blocks_alone={
         "deepseek_v4": BlocksAlone(
             "wo_a",
@@ -134,7 +173,7 @@ ENGINE = Engine(
             ),
         ),
     },
-    expert_dtype={
+    mxfp4_experts={
         "deepseek_v4": ExpertDtype(
             lambda config: config.get("expert_dtype", "fp4"),
             EngineRule(
@@ -143,39 +182,9 @@ ENGINE = Engine(
             ),
         ),
     },
-    moves={
-        "bloom": RowsMoved(
-            "query_key_value",
-            True,
-            EngineRule(
-                "it divides all that is stored of the linear by heads, and puts those of queries first",
-                "vLLM 0.33 models/bloom.py BloomModel._repack_qkv",
-            ),
-        ),
-        "falcon": RowsMoved(
-            "query_key_value",
-            False,
-            EngineRule(
-                "it divides the linear and its scales by heads, and puts those of queries first",
-                "vLLM 0.33 models/falcon.py FalconModel.load_weights",
-            ),
-        ),
-    },
-    unquantized=dict.fromkeys(
-        ("compressed-tensors", "modelopt", "mxfp8", "fp8", "quark"),  # models/: GateLinear, by its quant_config
-        Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon")),
-    ),
-    experts_in_list={"compressed-tensors": FIRST_EXPERT, **dict.fromkeys(("fp8", "mxfp8", "modelopt"), ("",))},
-    ignores={
-        "compressed-tensors": IgnoreList(("ignore",), BY_NAME_OR_REGEX, heads_apart=True),
-        "modelopt": IgnoreList(("ignore", "exclude_modules"), BY_PART_OR_GLOB),
-        "fp8": IgnoreList(("ignored_layers", "modules_to_not_convert"), BY_NAME, heads_apart=True),
-        "mxfp8": IgnoreList(("ignored_layers",), BY_PART_OR_GLOB),
-        "quark": IgnoreList(("exclude",), BY_NAME_OR_REGEX, heads_apart=True),
-    },
     demands={
         without_scale_of_inputs(fuses=True): EngineRule(
-            "where the config says that inputs have a fixed scale, it takes what memory holds for one that is missing",
+            TAKES_WHAT_MEMORY_HOLDS,
             "vLLM 0.33 compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py create_weights",
         ),
         in_another_group(fuses=True): EngineRule(
@@ -281,15 +290,4 @@ ENGINE = Engine(
             "vLLM transformers_utils/configs/minimax_m3.py MiniMaxM3TextConfig, models/minimax_m3/nvidia/model.py",
         ),
     },
-    cache={
-        "compressed-tensors": "casts keys and values with them, and switches its cache to FP8 by itself",
-        "modelopt": "casts keys and values with them, and switches its cache to FP8 by itself",
-        "fp8": "casts keys and values with them if it is started with an FP8 cache",
-    },
-    latents=EngineRule(
-        "it casts latents under a scale of 1: its loader brings the scale to `self_attn.attn`, which is not there",
-        "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper, weight_utils.py maybe_remap_kv_scale_name",
-        fatal=False,
-    ),
-    on_cache=" --kv-cache-dtype fp8",
 )

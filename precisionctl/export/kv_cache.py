@@ -48,7 +48,11 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
             f"{engine.title} has no use for scales of latents: {engine.latents.text} [{engine.latents.source}]",
             where=f"architecture {plan.model.architecture}",
             do="Leave --kv-cache out"
-            + (f"; an FP8 cache is asked for when it starts ({engine.on_cache.strip()})." if engine.on_cache else "."),
+            + (
+                f"; an FP8 cache is asked for when it starts ({engine.serve.on_cache.strip()})."
+                if engine.serve.on_cache
+                else "."
+            ),
         )
     if method.name not in engine.cache:
         raise PrecisionError(

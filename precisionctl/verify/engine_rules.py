@@ -47,7 +47,7 @@ def check(reader: Reader, engine: Engine, ranks: int = 1, *, expert_parallel: bo
         raise _no_rules(reader, engine, f"codes of {name}")
     method = recognise(reader.config)
     spelling = method.spelling if method else None
-    ruled = set(engine.reads.get(method.name, ())) if method else set()
+    ruled = set(engine.formats(method.name)) if method else set()
     ruled |= {form.name for form in spelling.four_bits.values()} if spelling else set()
     ruled |= {"FP8"} if ruled else set()
     unruled = {each: name for each in reader.encodings if (name := reader.specs[each].codes_name) not in ruled}

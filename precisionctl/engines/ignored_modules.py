@@ -1,0 +1,148 @@
+"""Which modules of a directory of codes stay values: how an engine reads the list of them, and by which names it looks
+there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from precisionctl.engines.code_rules import EXPERT, experts_module, linears
+from precisionctl.engines.ignore_lists import BY_NAME_OR_REGEX, Matching, is_of_a_class, names_in_layers, words
+from precisionctl.engines.names_in_memory import possible, renamed
+from precisionctl.engines.rule import Breaches, QuantizedDirectory
+
+FIRST_EXPERT = (".0.gate_proj", ".0.up_proj", ".0.down_proj")
+"""How vLLM and SGLang look for a layer's experts in the list of compressed-tensors: as linears of the first one."""
+
+BY_MODULE = ("",)
+"""How they look for them in other lists: as their module."""
+
+_ROUTERS = r"gate|router|block_sparse_moe\.router\.layer"  # the last is Granite's, as in its files
+ROUTERS = re.compile(rf".+\.({_ROUTERS})")
+ROUTERS_AND_GATES = re.compile(rf".+\.({_ROUTERS}|shared_expert_gate)")
+"""The latter are those of shared experts."""
+
+_HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_projection)(\.decoder|\.out_proj)?$"
+"""Heads that are tied to an embedding, by the names of transformers' classes (5.23, `_tied_weights_keys`)."""
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """Modules called so (`which`, by their names in memory) that an engine makes without quantization, but in `other`
+    models, by the `model_type` of their text model."""
+
+    which: re.Pattern[str]
+    other: Sequence[str] = ()
+
+    def concerns(self, module: str, model_type: object) -> bool | None:
+        """Whether a module of a model is made so; None if it is not called so."""
+        return model_type not in self.other if self.which.fullmatch(module) else None
+
+
+@dataclass(frozen=True)
+class IgnoreList:
+    """How an engine finds out which linears a `quantization_config` leaves unquantized.
+
+    keys: where the list may be; the first that is not empty counts or, if `empty_counts`, the first that is there.
+    matching: how its entries are read. heads_apart: a head is no linear, and is quantized only where a target names it.
+    unquantized: modules that are values whatever the list says. experts: the suffixes that it appends to
+    `...mlp.experts` when it looks up a layer's experts that are one tensor; none if it does not look for those.
+    experts_as_one: it looks up experts that are stored one by one as `...mlp.experts`, too. in_memory: it looks under
+    the names that modules have in memory, by transformers' own table.
+    """
+
+    keys: tuple[str, ...]
+    matching: Matching
+    heads_apart: bool = False
+    empty_counts: bool = False
+    unquantized: Unquantized | None = None
+    experts: Sequence[str] = ()
+    experts_as_one: bool = False
+    in_memory: bool = False
+
+    def entries(self, quantization: Mapping[str, Any]) -> object:
+        """The list; None if there is none."""
+        lists = (quantization.get(key) for key in self.keys)
+        return next((found for found in lists if found or (self.empty_counts and found is not None)), None)
+
+    def of(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether a linear, by its module's name, is not quantized: it is no target, or it is on the list. Raises as
+        `Matching.of`."""
+        on_list, is_target = self.matching.of(words(self.entries(quantization))), self._targets(quantization)
+        return lambda module: not is_target(module) or on_list(module)
+
+    def _targets(self, quantization: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether a linear is a target: all but heads that are apart, where no target is said, or a class is one."""
+        layers = quantization.get("quantized_layers")
+        if quantization.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
+            return lambda module: any(name in layers for name in names_in_layers(module))
+        groups = quantization.get("config_groups")
+        listed = list(groups.values()) if isinstance(groups, Mapping) else []
+        targets = [target for group in listed if isinstance(group, Mapping) for target in words(group.get("targets"))]
+        is_named = BY_NAME_OR_REGEX.of(targets)
+        if targets and not any(map(is_of_a_class, targets)):
+            return is_named
+        return lambda module: is_named(module) or not (self.heads_apart and module.endswith("lm_head"))
+
+    def kept(
+        self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool
+    ) -> list[str]:
+        """The modules with `values` as a list of this method has them so that the engine leaves them unquantized: under
+        their own names and those by which it may look for them, but none by which it may look for one of `codes`.
+        `tied`: a head may be stored nowhere, under a name that only the model's class knows."""
+        stacked = dict.fromkeys(experts for name in values if (experts := experts_module(name)))
+        numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if self.experts_as_one]
+        listed = (f"{experts}{suffix}" for experts in stacked for suffix in self.experts)
+        values = [*values, *stacked, *listed, *(match[1] for match in numbered if match)]
+        if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
+            values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if self.experts]
+        values = list(dict.fromkeys(values))
+        if not self.in_memory:
+            return values
+        codes = [name for name in codes if not EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
+        taken = {name for names in possible(config, codes).values() for name in names}
+        named = (name for names in possible(config, values).values() for name in names)
+        heads = [f"re:{_HEADS}"] if tied and method == "compressed-tensors" else []
+        heads = [] if any(re.match(_HEADS, name) for name in codes) else heads
+        return list(dict.fromkeys([*values, *(name for name in named if name not in taken), *heads]))
+
+    def misread(self, directory: QuantizedDirectory) -> Breaches:
+        """Linears that are codes and ignored, or neither: the engine would take one for the other."""
+        is_ignored, text_type = self.of(directory.quantization), directory.text_type
+        never = directory.spelling.never if directory.spelling else ()
+        in_memory = self._names(directory)
+        for name in linears(directory.specs):
+            module, coded = name.removesuffix(".weight"), name in directory.scales
+            for called in in_memory[module]:
+                unquantized = self.unquantized.concerns(called, text_type) if self.unquantized else None
+                ignored = is_ignored(called)
+                which = "its module" if called == module else f"its module, in memory `{called}`,"
+                if coded and (unquantized or ignored):
+                    left = "never quantized" if unquantized else "ignored"
+                    yield name, f"{directory.specs[name].codes_name} codes, but {which} is {left}"
+                if unquantized is None:
+                    unquantized = called.endswith(never)
+                if not (coded or ignored or unquantized):
+                    yield name, f"{directory.specs[name].dtype} values, but {which} is not ignored"
+
+    def misread_experts(self, directory: QuantizedDirectory) -> Breaches:
+        """Experts of a layer in one tensor, as values, that the engine takes for codes."""
+        ignored = self.of(directory.quantization)
+        sliced = [name for name in directory.specs if name.endswith("]")]
+        stacked = {experts: name for name in sliced if (experts := experts_module(name.partition("[")[0]))}
+        for experts, name in stacked.items():
+            looked_up = [f"{experts}{suffix}" for suffix in self.experts] if name not in directory.scales else []
+            if linear := next((each for each in looked_up if not ignored(each)), None):
+                yield name, f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
+
+    def _names(self, directory: QuantizedDirectory) -> dict[str, list[str]]:
+        """The names under which the engine looks for each linear."""
+        modules = [name.removesuffix(".weight") for name in linears(directory.specs)]
+        if not self.in_memory or directory.method != "compressed-tensors":  # of others it renames the list too
+            experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if self.experts_as_one}
+            return {module: [match[1] if (match := experts.get(module)) else module] for module in modules}
+        alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
+        found = renamed(directory.config, alone)
+        return {module: found.get(module) or [module] for module in modules}

@@ -1,0 +1,51 @@
+"""What an engine does with the directories of one quant method."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from precisionctl.engines.ignored_modules import IgnoreList
+from precisionctl.engines.rule import EngineRule
+
+
+@dataclass(frozen=True)
+class ExpertsAsValues:
+    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`: as
+    codes they ask the config for a key, `asked`, that theirs does not have."""
+
+    models: Sequence[str]
+    asked: str
+    rule: EngineRule
+
+
+@dataclass(frozen=True)
+class MethodRules:
+    """What an engine does with the directories of one quant method.
+
+    formats, experts: the schemes, and formats of packed codes, that it loads, and of experts if not the same (None).
+    ignored: how it finds out which modules are values; ignored_in: the same in a scheme where it does otherwise.
+    bf16_scales: whether it rounds FP32 scales to BF16. cache: what it does with the scales of an FP8 KV cache, in words
+    that follow its name; empty if nothing. joined: the rule on the format of tensors that it joins with others as it
+    loads them; None if it joins nothing.
+
+    Of experts, beside codes: `as_values` are models whose experts it does not load as codes. `one_by_one` matches the
+    slices of tensors in BF16 that must be stored expert by expert instead; `in_one`, by the `model_type` of the text
+    model, the tensors of single experts that must be stored as one instead.
+    """
+
+    formats: Sequence[str]
+    ignored: IgnoreList
+    experts: Sequence[str] | None = None
+    ignored_in: Mapping[str, IgnoreList] = field(default_factory=dict)
+    bf16_scales: bool = False
+    cache: str = ""
+    joined: EngineRule | None = None
+    as_values: ExpertsAsValues | None = None
+    one_by_one: re.Pattern[str] | None = None
+    in_one: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+
+    def list_of(self, scheme: str) -> IgnoreList:
+        """How the engine finds out which modules are values in this scheme."""
+        return self.ignored_in.get(scheme, self.ignored)
