@@ -43,7 +43,7 @@ class Target(Chunked, Protocol):
         ...
 
 
-def run(
+def convert(
     plan: Plan,
     reader: TensorSource,
     writer: Target,
@@ -84,7 +84,7 @@ def run(
         of = sum(len(job.outputs) for job in jobs)
         found.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, carried)
-    results = in_processes(worker.do, todo, plan.costs(todo), workers)
+    results = in_processes(worker.do, todo, [plan.job_bytes(job) for job in todo], workers)
     with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
             found |= new
@@ -106,7 +106,7 @@ def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
     return any(share.chunks(name) for name in names) if names else ranks.first
 
 
-def check(
+def read_back(
     plan: Plan,
     reader: TensorSource,
     writer: Chunked,
@@ -122,11 +122,12 @@ def check(
     """
     for file in chunk_files(writer, plan.targets):
         forget(file)
-    shares = deal(plan.costs(plan.jobs), ranks.count)  # not bytes, as when writing: a SHA-256 is of a whole tensor
+    # whole jobs, not equal bytes as when writing: a SHA-256 is of a whole tensor
+    shares = deal([plan.job_bytes(job) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
     checker = Checker(plan, reader, writer, carried=carried)
-    results = in_processes(checker.check, jobs, plan.costs(jobs), workers)
+    results = in_processes(checker.check, jobs, [plan.job_bytes(job) for job in jobs], workers)
     with _torch_for(checker, jobs), closing(results):
         for job, found in results:
             checksums |= found

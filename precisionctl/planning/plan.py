@@ -12,7 +12,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -145,10 +145,6 @@ class Plan:
     def job_bytes(self, job: Job) -> int:
         """Bytes that a job writes, its scales included."""
         return sum(self.targets[name].nbytes for name in job.outputs)
-
-    def costs(self, jobs: Iterable[Job]) -> list[int]:
-        """The relative cost of each job: the bytes that it writes."""
-        return [self.job_bytes(job) for job in jobs]
 
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:

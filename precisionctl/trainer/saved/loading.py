@@ -25,7 +25,7 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.trainer_run import TrainedReader, TrainerRun, of_trainer
 from precisionctl.commands.source_notes import adapter_notes, unread_notes
-from precisionctl.conversion.convert import run as convert
+from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
 from precisionctl.param import KINDS, STATE, TensorSpec, state_name
