@@ -114,9 +114,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 
     DESTINATION appears only when it is complete. If the command was stopped, the same command continues.
 
-    `--to hf --precision fp8` writes weights that were FP8 before with their old codes. Others are encoded as by
-    `export-inference --target vllm`, with the scheme that fits --recipe. Megatron's own FP8 flags, such as
-    --fp8-amax-history-len, are accepted beside --recipe.
+    `--to hf --precision fp8` gives weights that were codes before (FP8, INT8 or four bits) the same codes again, in
+    the format that they had. Others are encoded as by `export-inference --target vllm`, with the scheme that fits
+    --recipe. Megatron's own FP8 flags, such as --fp8-amax-history-len, are accepted beside --recipe.
     """
     from precisionctl.commands.request import Request, layout_and_container
 

@@ -11,11 +11,11 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
+    format_notes,
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
     known_state_notes,
-    reference_notes,
     rounded_notes,
     unreached_notes,
 )
@@ -217,7 +217,7 @@ def as_before(request: Request, source: Source) -> Result:
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
     notes = [
-        *reference_notes(request, encodings),
+        *format_notes(request, encodings),
         *edge_notes(encodings, reader.specs, plan),
         *source_notes(request, source),
         *rounded_notes(reader, plan),
