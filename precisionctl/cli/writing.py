@@ -50,8 +50,8 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
     sections={
         "Result": ["--to", "--precision", "--container"],
         "FP8 and its state": [
-            *("--recipe", "--fp8-state", "--drop-fp8-state", "--include", "--exclude", "--te-version"),
-            "--grouped-columns",
+            *("--recipe", "--fp8-state", "--drop-fp8-state", "--drop-encodings", "--include", "--exclude"),
+            *("--te-version", "--grouped-columns"),
         ],
         "Optimizer": ["--drop-optimizer"],
         "Parallel sizes": [
@@ -94,6 +94,7 @@ _CARRYING_OUT = ["--workers", "--verify", "--dry-run", "--restart", "--max-shard
 )
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave out the FP8 state.")
+@click.option("--drop-encodings", is_flag=True, help="Leave out how weights were encoded: no way back to their codes.")
 @fp8_state_option
 @include_option
 @exclude_option

@@ -97,7 +97,7 @@ def for_engine(request: Request, source: Source, engine: Engine) -> Result:
             where=found[0].where,
             do="`export-inference --scheme block` has what it loads."
             if is_slice(found[0].where)
-            else "Forget their codes first: `convert --to hf --precision bf16 --drop-fp8-state`.",
+            else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)

@@ -88,6 +88,8 @@ class Request:
     used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. With
     `trust_reference` its config.json is right where Megatron's arguments contradict it. A reference whose weights are
     codes that no scheme writes (gpt-oss as released) also says which codes there are to be, if nothing else does.
+    `drop_fp8_state` leaves FP8 state behind; `drop_encodings` leaves behind how weights were encoded, and with it the
+    way back to their codes.
     `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of
     experts that are read, if it cannot be inferred.
 
@@ -109,6 +111,7 @@ class Request:
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
+    drop_encodings: bool = False
     fp8_state: Path | None = None
     drop_optimizer: bool = False
     architecture: str | None = None
@@ -167,6 +170,11 @@ class Request:
             raise RecipeError(
                 "the input scales of FP8 weights come from the FP8 state",
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
+            )
+        if self.drop_encodings and self.for_inference:
+            raise RecipeError(
+                "the codes of weights come from their encodings",
+                do="Leave --drop-encodings out, or use `export-inference`, which makes others.",
             )
         if self.te_version != 2 and not self.fills_extra_state:
             raise RecipeError(

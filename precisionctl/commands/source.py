@@ -102,7 +102,7 @@ def open_source(request: Request) -> Source:
         trusted=request.trust_reference,
     )
     files = fingerprints(reader.files)
-    encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    encodings = None if request.drop_encodings else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and request.says_which_codes and method and method.own_names:
         if request.scheme == method.name:
