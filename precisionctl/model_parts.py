@@ -47,10 +47,10 @@ class MoE:
     `shared_expert_gate`, what the shared experts give is multiplied by the sigmoid of one more projection of the token.
     With `shared_average` what they and the routed ones give is averaged, and not added. With `probs_on_input` what an
     expert reads is multiplied by its score, which is then divided by no sum, and what it gives is added as it is. With
-    a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the other, and the weight of each
-    is its part of a softmax over the logits left that are not further below the largest than by twice this share of the
-    larger of it and their own size. Experts of a `latent_size` (Nemotron 3) read a projection of the hidden states to
-    so many channels, and what they give together is projected back; router and shared experts read the hidden states.
+    a `sparsemixer_eps` (SparseMixer, arXiv 2409.12136) experts are chosen one after the other: the one with the largest
+    logit `m` of those left, with its weight in a softmax over the logits `l` left for which (m - l) / max(m, |l|) <= 2
+    * sparsemixer_eps. Experts of a `latent_size` (Nemotron 3) read a projection of the hidden states to so many
+    channels, and what they give together is projected back; router and shared experts read the hidden states.
 
     With `own_norms` (Gemma 4) the router, the experts and the shared ones each read the hidden states by a norm of
     their own, and what experts give together, and what shared ones give, is normalised before the two are added. The

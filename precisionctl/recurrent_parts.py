@@ -91,8 +91,8 @@ class GatedDeltaNet:
 @dataclass(frozen=True)
 class ShortConv:
     """Layers with a short gated convolution in the place of attention (LFM2). `layers` has an entry for each layer of
-    the decoder: whether it is one. Each channel of the hidden states has a gate, a causal convolution of `kernel_dim`
-    taps of what that lets through, and another gate of what it gives."""
+    the decoder: whether it is one. Each channel of the hidden states goes through a gate, a causal convolution of
+    `kernel_dim` taps, and another gate."""
 
     layers: tuple[bool, ...]
     kernel_dim: int
@@ -168,9 +168,9 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Fixed factors within layers that are a mixer beside attention, and an MLP (Falcon-H1): of what attention and a
-    mixer read and give (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), of keys, of the five parts of a mixer's
-    in_proj (`ssm`), and of an MLP's gate before its activation, and of what the MLP gives (`mlp`)."""
+    """Fixed factors in layers with a mixer beside attention, and an MLP (Falcon-H1): for the inputs and outputs of
+    attention and mixer (`attention_in`, `attention_out`, `ssm_in`, `ssm_out`), keys (`key`), the five parts of the
+    mixer's in_proj (`ssm`), and the MLP's gate before its activation and its output (`mlp`)."""
 
     attention_in: float
     attention_out: float

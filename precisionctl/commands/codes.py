@@ -134,8 +134,8 @@ def _scheme(request: Request, source: Source, engine: Engine, precision: Precisi
 
 
 def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Iterable[str]) -> None:
-    """Raise PrecisionError if an engine multiplies some linears as blocks alone, and does not get them: by the scheme,
-    or as these `values`."""
+    """Raise PrecisionError if the engine takes some linears only as codes in blocks, and another scheme encodes them,
+    or they are among the `values`."""
     if found := engine.check_blocks(architecture, scheme, values):
         raise PrecisionError(
             f"{engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
@@ -145,7 +145,7 @@ def _check_blocks(engine: Engine, architecture: str, scheme: Scheme, values: Ite
 
 
 def _config_of(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
-    """The part of a model's config.json that names its class; for a wrapper, all of it, which also describes the
+    """The part of config.json that names the model's class; for a wrapper all of it, as it also describes the
     towers."""
     if isinstance(model, UntabledModel):
         config: Mapping[str, Any] = model.config
@@ -210,8 +210,8 @@ _IN_BF16 = "Inputs are not quantized."
 
 
 def as_before(request: Request, source: Source) -> Result:
-    """A result whose weights are the codes that they were once, or are. Raises MissingFp8State for scales of
-    inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
+    """A result with the codes that the weights have, or once had. If the weights have changed since, raises
+    MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)

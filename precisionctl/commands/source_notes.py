@@ -221,7 +221,7 @@ def _missing_notes(reader: Reader) -> Iterator[str]:
 
 
 def _overruled_notes(reader: Reader) -> Iterator[str]:
-    """A note on what Megatron's arguments say otherwise than the reference that is trusted."""
+    """A note on what Megatron's arguments contradict in a reference that is trusted."""
     if not of_megatron(reader):
         return
     try:
@@ -234,7 +234,7 @@ def _overruled_notes(reader: Reader) -> Iterator[str]:
 
 
 def vocabulary_notes(reader: Reader) -> Iterator[str]:
-    """A note that nothing tells the rows of a Megatron source's vocabulary from those that pad it."""
+    """A note that a Megatron source does not say which rows of its vocabulary are padding."""
     if of_megatron(reader) and "config.json" not in reader.companions.files and not reader.args.get("vocab_size"):
         yield (
             f"{reader.path} does not say how many tokens its vocabulary has: all {reader.model.vocab_size} rows are "

@@ -68,8 +68,8 @@ class Worker:
     """Does jobs of a plan one after the other, with no more than a piece of a tensor in memory (except in jobs that
     compute).
 
-    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the encodings that values had
-    before, by the target's names, for those that are to be encoded.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the former encodings of values that
+    are to be encoded, by the target's names.
     """
 
     def __init__(

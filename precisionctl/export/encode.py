@@ -141,8 +141,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: in which `scheme` (the element, E4M3 or of four bits, and the grid of scales),
-    to which `numbers` new scales are rounded, and in which `method`'s form."""
+    """How weights are stored as codes: the `scheme` (element and grid of scales), the `numbers` that new scales are
+    rounded to, and the `method` that spells them."""
 
     method: QuantMethod
     scheme: Scheme
@@ -226,8 +226,8 @@ Refusal = Callable[[str, TensorSpec], str | None]
 
 
 KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
-"""A function from the modules that stay values, and those that become codes, to the engine's list of the former, under
-the names that it looks for."""
+"""A function of the modules that stay values, and of those that become codes: it returns the former, under the names
+that the engine looks for."""
 
 
 def in_scheme(
@@ -244,10 +244,10 @@ def in_scheme(
 ) -> InScheme:
     """The policy that encodes a plan of BF16 values in a format.
 
-    `precision` says which modules stay in BF16. A weight with a `refusal` is an error, with `advice`, which is given
-    the jobs that are left without such weights and those that engines want in the same form; with `keep_refused` these
-    stay in BF16. `kept` makes the list of what is not quantized. The scheme `static` takes its input scales from
-    `states`; if there are none, `why_no_state` says why.
+    `precision` says which modules stay in BF16. A weight with a `refusal` is an error. `advice` makes its advice from
+    the jobs that are left: without refused weights, and without those that engines want in the same form as them. With
+    `keep_refused` all these stay in BF16 instead. `kept` makes the list of what is not quantized. The scheme `static`
+    takes its input scales from `states`; if there are none, `why_no_state` says why.
 
     Raises MissingFp8State if `static` needs an input amax that was never recorded, and PrecisionError for shapes that
     are refused and for weights that a family stores transposed (GPT-2's Conv1D).

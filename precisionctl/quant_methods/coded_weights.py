@@ -65,8 +65,8 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, in which
-    `form`, and where the rest of the encoding is."""
+    """A weight that is stored as codes: the name of the tensor that holds them (`codes`), its `spec` as a logical
+    tensor, its format, and the tensors of the rest of the encoding (`scales`)."""
 
     codes: str
     spec: TensorSpec
