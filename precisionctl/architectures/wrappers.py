@@ -139,8 +139,8 @@ WRAPPERS: Mapping[str, WrapperNames] = {
 
 @dataclass(frozen=True)
 class TextModel:
-    """A kind of text model: the family that it belongs to, and what its class takes for keys that are not there, where
-    that is not what the family does. `fixed` are keys that its class does not heed."""
+    """A kind of text model: its family, and its class's defaults for absent keys, if the family has others. `fixed` are
+    keys that its class does not heed."""
 
     family: str
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -201,8 +201,8 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         {"use_qk_norm": False},
     ),
 }
-"""Text models in wrappers whose config.json may leave out what a family's own always says, and those that have a
-`model_type` of their own."""
+"""Text models of wrappers whose config may lack keys that the family's own always has, or that have a `model_type` of
+their own."""
 
 
 def is_wrapper(config: Config) -> bool:
@@ -249,8 +249,8 @@ def can_be_wrapped(family: Architecture, wrapper: Wrapper) -> bool:
 
 
 def may_be_tied(config: Config) -> bool:
-    """Whether the head may be the embedding, which is then not stored: what neither a wrapper's config.json nor its
-    `text_config` says is told by the tensors."""
+    """Whether the head may be the embedding and so not be stored. If neither a wrapper's config.json nor its
+    `text_config` says so, the tensors decide."""
     parts = (config, config.get("text_config") or {})
     on = [is_on(part, "tie_word_embeddings", "config.json") for part in parts]
     return any(on) or all(part.get("tie_word_embeddings") is None for part in parts)

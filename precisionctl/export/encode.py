@@ -65,8 +65,8 @@ class Policy(Protocol):
 def encode(plan: Plan, policy: Policy) -> Plan:
     """The plan of the same model with weights as codes. Nothing is read but what a policy knows already.
 
-    Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give, or whose
-    scales would stand where the model has a tensor of its own.
+    Raises MissingFp8State for input scales, and PrecisionError for weights, that the policy cannot make; PrecisionError
+    too for scales under the name of one of the model's tensors.
     """
     encodes = policy.encodes(plan)
     codes = {name for encode in encodes.values() for name in encode.weights}
@@ -92,8 +92,8 @@ def _check_free(new: Set[str], plan: Plan) -> None:
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
-    """The modules of a plan of values that have a matrix which is not among the `codes`. Modules whose matrix is stored
-    under another name (a tied `lm_head`) are among them, since loaders have them too."""
+    """The modules of a plan of values that have a matrix which is not among the `codes`. A module whose matrix is
+    stored under another name (a tied `lm_head`) is among them, since loaders have it too."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
@@ -103,11 +103,11 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_in_memory(modules: Sequence[str], plan: Plan, codes: Set[str]) -> list[str]:
-    """The names of modules that stay values as a directory has them, and those that transformers' classes have in
-    memory. It renames tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames
-    both). With both names a directory for any engine also loads by hand, where a family's table or the rule for
-    wrappers knows them, if transformers reads weights in this form at all (`verify --target transformers`). Looking up
-    all of its 800 renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
+    """The names of modules that stay values, both in a directory and in the memory of transformers' classes. It renames
+    tensors when it loads them, but not the names in such a list (transformers#48349; vLLM renames both). With both
+    names a directory for any engine also loads by hand, where a family's table or the rule for wrappers knows them, if
+    transformers reads weights in this form at all (`verify --target transformers`). Looking up all of its 800
+    renamings, as exports to it do (`engines/names_in_memory.py`), would take two seconds of imports.
     """
     named = {
         name.removesuffix(".weight"): called.removesuffix(".weight")
@@ -163,8 +163,8 @@ class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
 
     `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
-    weights that stay values because an engine refuses their shapes, or those of what it computes with them, and why.
-    `kept` makes an engine's list of what is not quantized.
+    weights that stay values because an engine refuses their shapes, or those of weights that it joins with them, and
+    why. `kept` makes an engine's list of what is not quantized.
     """
 
     format: WeightFormat

@@ -97,8 +97,8 @@ def coded_weights(
 
 
 def _packed(quantization: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
-    """The stored tensors that are words of packed codes, by the names of the weights. Raises DamagedCheckpoint for
-    one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
+    """The stored tensors that are words of packed codes, by the names of the weights. Raises DamagedCheckpoint for a
+    tensor with their name that cannot be codes, PrecisionError for one whose groups of inputs are reordered."""
     found: dict[str, str] = {}
     packings = [form.packing for form in quantization.formats if form.packing and form.packing.block is None]
     for suffix in dict.fromkeys(packing.suffix for packing in packings):

@@ -168,7 +168,8 @@ def indexer(model: ModelShape) -> int:
 
 
 def mlp(model: ModelShape, inner: int, width: int | None = None) -> int:
-    """The number of weights in an MLP with `inner` channels, of hidden states or of what has another `width`."""
+    """The number of weights in an MLP with `inner` channels. Its input is the hidden states, unless it has another
+    `width`."""
     return (3 if model.gated_linear_unit else 2) * (width or model.hidden_size) * inner
 
 

@@ -166,7 +166,8 @@ def rate_notes(
 
 
 def _others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
-    """Count and settings of another program's optimizer that the run goes on with; None if there is none."""
+    """The update count and settings of another program's optimizer that the run continues; None if it continues
+    none."""
     if saved_of(source) or "optimizer" in skipped:
         return None
     return trained_run(source) if of_megatron(source) or _has_trainers_optimizer(source) else None
