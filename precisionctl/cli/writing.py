@@ -240,8 +240,8 @@ def _in_short(command: "PlannedCommand") -> dict[str, Any]:
     plan = command.plan
     return {
         "model": plan.model.described(),
-        "source": plan.source,
-        "target": plan.target,
+        "source": plan.from_layout,
+        "target": plan.to_layout,
         "parallelism": asdict(plan.parallelism),
         "destination": str(command.output.path),
         "tensors": len(plan.targets),

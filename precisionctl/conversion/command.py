@@ -205,7 +205,7 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
     if encodings and not plan.encodes:
         encodings_file.write(writer.directory, encodings)
     write_manifest(writer.directory, command.reader, plan.digest, checksums)
-    if plan.target == "megatron":
+    if plan.to_layout == "megatron":
         write_tracker(command.output.partial, command.iteration)
     journal.record_whole()
     command.output.commit()

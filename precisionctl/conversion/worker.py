@@ -115,7 +115,7 @@ class Worker:
     def _segments(self, job: Job) -> list[Segment]:
         """The copies that do a job whose row only moves."""
         reads = {name: self._reader.specs[name].rows for name in job.reads}
-        return lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
+        return lower(job.row, self._plan.model, self._plan.from_layout, self._plan.to_layout, reads, job.writes)
 
     def needs_torch(self, job: Job) -> bool:
         """Whether a job does more than copy bytes between files."""
